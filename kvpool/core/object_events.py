@@ -1,0 +1,332 @@
+"""
+What an I/O worker's object table is told (events) and what it asks for (actions).
+
+Events are facts in the past tense, actions are verbs. Every action with an `op` starts I/O and is
+ended by exactly one event with the same `op`, also when it fails or its device is gone. Actions
+without an `op` cannot fail for the table: a peer that cannot be told is gone, which is an event.
+
+`namespace`, `client`, `job`, `segment` are the numbers used on the wire (`wire/messages.py`);
+`key` is vLLM's OffloadKey, opaque here; an *object* is (namespace, key, rank).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvpool.errors import Code
+
+
+class ObjectId(NamedTuple):
+    """One immutable file: the bytes of one chunk of one KV group on one rank."""
+
+    namespace: int
+    key: bytes
+    rank: int
+
+
+class SlotRef(NamedTuple):
+    """A slot: number *index* of segment *segment*."""
+
+    segment: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSettings:
+    """
+    Limits of one device's object table.
+
+    Attributes:
+        device: The device's index, for KeyTold.
+        iodepth: Reads and writes in flight together, at most.
+        open_lookahead: Opens in flight plus files opened but not yet read, at most.
+        writes_inflight_beside_loads: Writes in flight while loads wait or run, at most (>= 1).
+        client_share: Share of the slots of one size that one client may pin or fill while others use that size too.
+        load_deadline_ns, store_deadline_ns: A load's object not Ready, a store's key not granted by then, is failed or dropped.
+        fill_deadline_ns: A granted store not filled by then is dropped; its slot waits for proof.
+        op_deadline_ns: An operation in flight longer than this fails its waiters and counts as device trouble.
+    """
+
+    device: int = 0
+    iodepth: int = 16
+    open_lookahead: int = 16
+    writes_inflight_beside_loads: int = 4
+    client_share: float = 0.5
+    load_deadline_ns: int = 30 * 10**9
+    store_deadline_ns: int = 1 * 10**9
+    fill_deadline_ns: int = 30 * 10**9
+    op_deadline_ns: int = 10 * 10**9
+
+
+# ------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceAdded:
+    """Objects of this namespace may come; `slot_bytes[group]` is the slot size of each KV group's objects."""
+
+    namespace: int
+    rank_count: int
+    slot_bytes: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentAdded:
+    """Staging of *slot_count* slots of *slot_bytes* each is ours now."""
+
+    segment: int
+    slot_bytes: int
+    slot_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentRecalled:
+    """The coordinator wants that segment back: grant nothing from it any more, ReturnSegment when it is empty."""
+
+    segment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientJoined:
+    """A rank of an engine attached."""
+
+    client: int
+    engine: str
+    namespace: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientLeft:
+    """A rank's socket closed. Its copies may still run: the slots it pinned or was filling wait for ClientProven."""
+
+    client: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientProven:
+    """No copy of that departed client can touch a slot any more."""
+
+    client: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadWanted:
+    """A rank wants objects; index of keys[i] in the job is first + i. A job may come in several parts."""
+
+    client: int
+    job: int
+    first: int
+    keys: list[bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadCancelled:
+    """What is not Ready yet of this job is no longer wanted (no reply is expected for it)."""
+
+    client: int
+    job: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotsReleased:
+    """The rank's copies out of these objects' slots have ended."""
+
+    client: int
+    job: int
+    indices: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreWanted:
+    """A rank offers objects in prefix order; *store* is the decision's number, the same on all ranks of the engine."""
+
+    client: int
+    job: int
+    store: int
+    first: int
+    keys: list[bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotsFilled:
+    """The rank's copies into these objects' slots have ended: the bytes are whole."""
+
+    client: int
+    job: int
+    indices: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreCancelled:
+    """The rank will not fill these indices, and no copy of its touches their slots."""
+
+    client: int
+    job: int
+    indices: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysFound:
+    """Files of these objects of one rank are on the device (scan, snapshot or probe)."""
+
+    namespace: int
+    rank: int
+    keys: list[bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileOpened:
+    """End of OpenFile. *error* None: the file is open and waits for ReadFile or CloseFile."""
+
+    op: int
+    error: Code | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRead:
+    """End of ReadFile: the file is closed. *error* None: the slot holds the object's bytes, verified."""
+
+    op: int
+    error: Code | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectPublished:
+    """End of PublishObject. *error* None: the object is on disk under its final name."""
+
+    op: int
+    error: Code | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePassed:
+    """Nothing but time; look at the deadlines."""
+
+
+Event = (
+    NamespaceAdded | SegmentAdded | SegmentRecalled | ClientJoined | ClientLeft | ClientProven | LoadWanted
+    | LoadCancelled | SlotsReleased | StoreWanted | SlotsFilled | StoreCancelled | KeysFound | FileOpened | FileRead
+    | ObjectPublished | TimePassed
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------ actions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenFile:
+    """Open the object's file for reading. Ended by FileOpened; the shell keeps the descriptor under *op*."""
+
+    op: int
+    object: ObjectId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadFile:
+    """Read the file opened under *op* into *slot*, verify, close it. Ended by FileRead with the same op."""
+
+    op: int
+    object: ObjectId
+    slot: SlotRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseFile:
+    """Give back the file opened under *op*; nobody wants it any more. Not ended by an event."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishObject:
+    """Write *slot* under the object's final name. Ended by ObjectPublished."""
+
+    op: int
+    object: ObjectId
+    slot: SlotRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetAside:
+    """The object's file does not hold what was published: move it out of the way, now."""
+
+    object: ObjectId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendReady:
+    """Tell the client: object *index* of *job* is in *slot*, pinned for it."""
+
+    client: int
+    job: int
+    index: int
+    slot: SlotRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendLoadFailed:
+    """Tell the client: object *index* of *job* will not come."""
+
+    client: int
+    job: int
+    index: int
+    code: Code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendGranted:
+    """Tell the client: fill *slot* with object *index* of *job*."""
+
+    client: int
+    job: int
+    index: int
+    slot: SlotRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendExists:
+    """Tell the client: object *index* of *job* needs no store."""
+
+    client: int
+    job: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendDropped:
+    """Tell the client: object *index* of *job* is not stored."""
+
+    client: int
+    job: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellKey:
+    """Tell the coordinator a key's flags on this device: `messages.STORED | messages.RESIDENT`, 0 for gone."""
+
+    namespace: int
+    key: bytes
+    flags: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellStoreEnded:
+    """Tell the engine's scheduler how its store of *key* ended: loadable from now on, or not stored."""
+
+    engine: str
+    key: bytes
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReturnSegment:
+    """That segment's slots are all free and it is no longer ours."""
+
+    segment: int
+
+
+Action = (
+    OpenFile | ReadFile | CloseFile | PublishObject | SetAside | SendReady | SendLoadFailed | SendGranted | SendExists
+    | SendDropped | TellKey | TellStoreEnded | ReturnSegment
+)  # fmt: skip

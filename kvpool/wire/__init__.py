@@ -1,0 +1,1 @@
+"""The wire: every message, framing, sessions. Pure: no socket, no clock."""

@@ -1,0 +1,498 @@
+"""
+Every message that kvpool's processes send one another.
+
+Theory. A message is a frozen, typed struct; on the wire it is one MessagePack map with the field
+names and a `type` tag, one message to a SEQPACKET frame, at most `FRAME_BYTES_MAX`. Unknown
+types, unknown fields and wrong types are refused. Payload bytes never travel in messages: a
+message names a slot. File descriptors travel beside the frame (`SCM_RIGHTS`); a class says how
+many in `fd_count`. Lists longer than `ITEMS_MAX` are split by the sender into several messages.
+
+    client (rank, scheduler, admin)  <->  coordinator        HELLO first, then as below
+    rank                             <->  I/O worker         a socket pair made by the coordinator
+    I/O worker                       <->  coordinator        the worker's control socket
+
+Tags (class names) and field names are append-only within a protocol version.
+"""
+
+from typing import ClassVar
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+FRAME_BYTES_MAX = 64 * 1024
+#: Most items in one list of a message; 36-byte keys then stay far below FRAME_BYTES_MAX.
+ITEMS_MAX = 1024
+
+#: Flags of a key, as the index tells them.
+STORED = 1  # every rank's object is published on disk
+RESIDENT = 2  # every rank's object is in staging and stays there for now
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", gc=False):
+    """Base of all messages."""
+
+    #: File descriptors that must come with the frame.
+    fd_count: ClassVar[int] = 0
+
+
+class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One KV-cache group of a namespace: its index in vLLM, and the payload bytes of one object of it."""
+
+    group: int
+    object_bytes: int
+
+
+class NamespaceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """
+    Everything that makes stored bytes interchangeable.
+
+    Attributes:
+        fingerprint: 64 lower-case hex digits over *identity*.
+        model_name: One path component; never absolute, never `..`.
+        block_size: Tokens per GPU block (path component only).
+        blocks_per_file: GPU blocks per chunk (path component only).
+        tp, pp, pcp: Parallel sizes (path components only).
+        dtype: KV dtype as vLLM names it (path component only).
+        rank_count: Ranks that each hold one object of every key.
+        groups: The KV-cache groups, ascending by index.
+        identity: The full identity in readable form, for `manifest.json`.
+    """
+
+    fingerprint: str
+    model_name: str
+    block_size: int
+    blocks_per_file: int
+    tp: int
+    pp: int
+    pcp: int
+    dtype: str
+    rank_count: int
+    groups: list[GroupSpec]
+    identity: dict[str, str]
+
+
+# ---------------------------------------------------------------- client <-> coordinator
+
+
+class Hello(Message):
+    """
+    First message of every client.
+
+    Attributes:
+        role: `rank`, `scheduler` or `admin`.
+        engine: Identifies one vLLM engine (all its ranks and its scheduler say the same).
+        rank: 0 .. rank_count - 1 for ranks, -1 otherwise.
+        namespace: What the engine stores; None for admin.
+    """
+
+    protocol: int
+    version: str
+    role: str
+    engine: str
+    rank: int
+    pid: int
+    namespace: NamespaceSpec | None = None
+
+
+class Welcome(Message):
+    """Answer to Hello. *devices* are named in index order; `device` fields elsewhere are indices into it."""
+
+    generation: int
+    client: int
+    namespace: int
+    devices: list[str]
+    device_weights: list[int]
+    settings: "ClientSettings"
+
+
+class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a client must know of the pool's configuration."""
+
+    load_deadline_s: float
+    store_deadline_s: float
+    defer_backlog_s: float
+
+
+class Refused(Message):
+    """Answer to a Hello, or to a later message, that the coordinator does not accept; the socket closes after it."""
+
+    code: int
+    message: str
+    context: dict[str, str | int | float] = {}
+
+
+class WorkerUp(Message):
+    """A device's I/O worker runs. For ranks the frame carries the rank's end of a socket to that worker."""
+
+    fd_count: ClassVar[int] = 1
+
+    device: int
+    worker_generation: int
+
+
+class WorkerDown(Message):
+    """A device's I/O worker is gone. The rank ends its copies from and to that worker's slots, then says CopiesEnded."""
+
+    device: int
+    worker_generation: int
+
+
+class CopiesEnded(Message):
+    """Rank: no copy of mine touches a slot of that worker any more."""
+
+    device: int
+    worker_generation: int
+
+
+class SegmentUp(Message):
+    """A segment of staging to map and pin; the frame carries its descriptor."""
+
+    fd_count: ClassVar[int] = 1
+
+    segment: int
+    segment_bytes: int
+
+
+class SegmentDown(Message):
+    """A segment to unpin and forget. The rank answers SegmentForgotten."""
+
+    segment: int
+
+
+class SegmentForgotten(Message):
+    """Rank: that segment is no longer pinned here."""
+
+    segment: int
+
+
+class Announce(Message):
+    """
+    Scheduler: a request arrived that may want these keys.
+
+    A request with more than ITEMS_MAX keys is sent in parts: *first* is the index of keys[0] in
+    the request, *more* says that another part follows. Announcing a known request again appends.
+    """
+
+    request: str
+    first: int
+    keys: list[bytes]
+    more: bool = False
+    priority: int = 0
+
+
+class Withdraw(Message):
+    """Scheduler: these requests finished, were aborted, or started."""
+
+    requests: list[str]
+
+
+class Status(Message):
+    """
+    Coordinator's answer to an Announce (or to one part of it).
+
+    Attributes:
+        first: Index, in the request, of the key that byte 0 of *flags* and *devices* speaks of.
+        flags: One byte a key: STORED | RESIDENT.
+        devices: One byte a key: the device's index; 255 where flags are 0.
+        complete: False while the answer may still change soon (index not built, probe running).
+    """
+
+    request: str
+    first: int
+    flags: bytes
+    devices: bytes
+    complete: bool = True
+
+
+class KeyState(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One key's flags (STORED | RESIDENT) on the device that holds it."""
+
+    key: bytes
+    flags: int
+    device: int
+
+
+class KeysChanged(Message):
+    """Coordinator: keys of announced requests changed."""
+
+    entries: list[KeyState]
+
+
+class StoresEnded(Message):
+    """To the scheduler whose engine stored them: *kept* are loadable now, *dropped* are not stored."""
+
+    kept: list[bytes]
+    dropped: list[bytes]
+
+
+class DeviceState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a scheduler must know of a device: measured speed (0: not measured), queued bytes, health."""
+
+    device: int
+    healthy: bool
+    read_bytes_per_s: float
+    backlog_bytes: int
+
+
+class DevicesChanged(Message):
+    """Coordinator: devices' speed, backlog or health changed."""
+
+    devices: list[DeviceState]
+
+
+class ReportWanted(Message):
+    """Ask a client or a worker for its facts; it answers Report with the same id."""
+
+    report: int
+
+
+class Report(Message):
+    """Facts of one process, for health: flat, JSON-ready."""
+
+    report: int
+    facts: dict[str, str | int | float | bool]
+
+
+class HealthWanted(Message):
+    """Admin: tell the state of the whole pool."""
+
+
+class Health(Message):
+    """State of the whole pool: pool facts, and one row per process."""
+
+    pool: dict[str, str | int | float | bool]
+    rows: list[dict[str, str | int | float | bool]]
+    more: bool = False
+
+
+class StopWanted(Message):
+    """Admin: write what is filled, then end."""
+
+
+# ---------------------------------------------------------------- rank <-> I/O worker
+
+
+class SlotGrant(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Object number *index* of a job has this slot: its bytes start at *offset* of *segment*."""
+
+    index: int
+    segment: int
+    offset: int
+
+
+class ObjectFailed(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Object number *index* of a job failed; *code* is an `errors.Code`."""
+
+    index: int
+    code: int
+
+
+class Load(Message):
+    """Rank: bring these keys' objects of mine to staging. Indices in answers count from *first*."""
+
+    job: int
+    first: int
+    keys: list[bytes]
+
+
+class Ready(Message):
+    """Worker: these objects are whole and stay where they are until released."""
+
+    job: int
+    slots: list[SlotGrant]
+
+
+class LoadFailed(Message):
+    """Worker: these objects will not come."""
+
+    job: int
+    objects: list[ObjectFailed]
+
+
+class Release(Message):
+    """Rank: the copies out of these objects' slots have ended."""
+
+    job: int
+    indices: list[int]
+
+
+class LoadCancel(Message):
+    """Rank: what is not Ready yet of this job is no longer wanted. What is Ready is released as usual."""
+
+    job: int
+
+
+class Store(Message):
+    """
+    Rank: I could store these keys' objects, in prefix order.
+
+    *store* is the same on all ranks of an engine for the same decision (vLLM's job id), so that
+    the worker decides once for all of them.
+    """
+
+    job: int
+    store: int
+    first: int
+    keys: list[bytes]
+
+
+class StoreAnswer(Message):
+    """Worker: *slots* are granted, *exist* need no store, *dropped* get none. Every index is answered exactly once."""
+
+    job: int
+    slots: list[SlotGrant] = []
+    exist: list[int] = []
+    dropped: list[int] = []
+
+
+class Filled(Message):
+    """Rank: the copies into these objects' slots have ended; the bytes are whole."""
+
+    job: int
+    indices: list[int]
+
+
+class StoreCancel(Message):
+    """Rank: these indices will not be filled, no copy of mine touches their slots; unanswered ones are withdrawn."""
+
+    job: int
+    indices: list[int]
+
+
+# ---------------------------------------------------------------- I/O worker <-> coordinator
+
+
+class WorkerSetup(Message):
+    """Coordinator's first message to a worker: its device and the pool's settings, as JSON of `config`."""
+
+    generation: int
+    worker_generation: int
+    device: int
+    config_json: str
+
+
+class WorkerReady(Message):
+    """Worker: running. The frame carries the read end of its ring pipe (or of an ordinary pipe without a ring)."""
+
+    fd_count: ClassVar[int] = 1
+
+    worker_generation: int
+    io_mode: str
+    pid: int
+
+
+class NamespaceOpened(Message):
+    """Coordinator: objects of this namespace may be asked for."""
+
+    namespace: int
+    spec: NamespaceSpec
+
+
+class ClientJoined(Message):
+    """Coordinator: a rank joins; the frame carries the worker's end of a socket to it."""
+
+    fd_count: ClassVar[int] = 1
+
+    client: int
+    engine: str
+    namespace: int
+    rank: int
+    pid: int
+
+
+class ClientProven(Message):
+    """Coordinator: no copy of that (departed) client can touch a slot any more."""
+
+    client: int
+
+
+class SegmentGranted(Message):
+    """Coordinator: a segment to cut into slots of *slot_bytes*; the frame carries its descriptor."""
+
+    fd_count: ClassVar[int] = 1
+
+    segment: int
+    segment_bytes: int
+    slot_bytes: int
+
+
+class SegmentsGranted(Message):
+    """Coordinator: the segments granted since the last such message form one batch, registered together."""
+
+    count: int
+
+
+class SegmentRecalled(Message):
+    """Coordinator: give that segment back as soon as its slots are free."""
+
+    segment: int
+
+
+class SegmentReturned(Message):
+    """Worker: no slot of that segment is in use any more."""
+
+    segment: int
+
+
+class KeysTold(Message):
+    """Worker: flags of keys, with *device* being the worker's own."""
+
+    namespace: int
+    entries: list[KeyState]
+
+
+class ScanEnded(Message):
+    """Worker: the index of that namespace is complete for this device (object count as found)."""
+
+    namespace: int
+    objects: int
+
+
+class KeysProbe(Message):
+    """Coordinator: look these keys up by name; answer KeysTold for those found, then KeysProbed."""
+
+    probe: int
+    namespace: int
+    keys: list[bytes]
+
+
+class KeysProbed(Message):
+    """Worker: that probe has ended."""
+
+    probe: int
+
+
+class WorkerStoresEnded(Message):
+    """Worker: ends of stores, for the scheduler of *engine*."""
+
+    engine: str
+    kept: list[bytes]
+    dropped: list[bytes]
+
+
+class WorkerState(Message):
+    """Worker: its device's speed, backlog and health, sent when they changed."""
+
+    state: DeviceState
+
+
+class Drain(Message):
+    """Coordinator: take nothing new, write what is filled, then exit with 0."""
+
+
+ClientToCoordinator = (
+    Hello | CopiesEnded | SegmentForgotten | Announce | Withdraw | Report | HealthWanted | StopWanted
+)
+CoordinatorToClient = (
+    Welcome | Refused | WorkerUp | WorkerDown | SegmentUp | SegmentDown | Status | KeysChanged | StoresEnded
+    | DevicesChanged | ReportWanted | Health
+)  # fmt: skip
+RankToWorker = Load | Release | LoadCancel | Store | Filled | StoreCancel
+WorkerToRank = Ready | LoadFailed | StoreAnswer
+CoordinatorToWorker = (
+    WorkerSetup | NamespaceOpened | ClientJoined | ClientProven | SegmentGranted | SegmentsGranted
+    | SegmentRecalled | KeysProbe | ReportWanted | Drain
+)  # fmt: skip
+WorkerToCoordinator = (
+    WorkerReady | SegmentReturned | KeysTold | ScanEnded | KeysProbed | WorkerStoresEnded | WorkerState | Report
+)
