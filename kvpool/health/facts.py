@@ -1,0 +1,133 @@
+"""
+Names of the facts that processes tell about themselves, with one line of meaning each.
+
+Covers: the keys of `Report.facts`, `Health.pool` and the rows of `Health.rows` (flat, JSON-ready),
+and the closed sets of values that some of them have.
+Does not cover: how facts are gathered (`process_facts` and the processes themselves), what they
+mean for the user (`checks`), how they look (`render`).
+
+A process tells what it knows and leaves out what it does not; a reader treats an absent fact as
+"not known". Counters count from the start of their process and never fall. Names are append-only.
+"""
+
+#: Meaning of every fact, for documentation; errors come as `errors_<code>` (see :func:`errors`).
+MEANING: dict[str, str] = {}
+
+
+def _fact(name: str, meaning: str) -> str:
+    MEANING[name] = meaning
+    return name
+
+
+# ---------------------------------------------------------------- values of closed sets
+
+COORDINATOR, IO_WORKER, RANK_CLIENT, SCHEDULER_CLIENT = "coordinator", "io_worker", "rank", "scheduler"
+STARTING, RUNNING, DRAINING, DOWN, SILENT = "starting", "running", "draining", "down", "silent"
+BREAKER_CLOSED, BREAKER_OPEN, BREAKER_PROBING = "closed", "open", "probing"
+
+# ---------------------------------------------------------------- every row
+
+ROLE = _fact("role", "coordinator, io_worker, rank, scheduler")
+PID = _fact("pid", "process id as the process itself sees it")
+STATE = _fact("state", "starting, running, draining, down (no process now), silent (did not answer in time)")
+UPTIME_S = _fact("uptime_s", "seconds since the process began")
+QUEUE_MESSAGES = _fact("queue_messages", "messages waiting in this process to be read by its peers")
+
+# measured from outside by whoever asks for the health (process_facts.py)
+CPU_PERCENT = _fact("cpu_percent", "user and system time over the sampling interval, percent of one core")
+CPU_S = _fact("cpu_s", "user and system seconds since the process began")
+MEMORY_BYTES = _fact("memory_bytes", "resident memory without shared memory (staging is counted once, in the pool)")
+DESCRIPTORS = _fact("descriptors", "open file descriptors")
+THREADS = _fact("threads", "threads, the kernel's io_uring workers among them")
+READ_BYTES = _fact("read_bytes", "bytes the process had fetched from storage (/proc/PID/io)")
+WRITTEN_BYTES = _fact("written_bytes", "bytes the process had sent to storage (/proc/PID/io)")
+
+# ---------------------------------------------------------------- rows of one device's I/O worker
+
+DEVICE = _fact("device", "name of the device")
+DEVICE_PATH = _fact("device_path", "directory of the device")
+RESTARTS = _fact("restarts", "times the coordinator had to start this process again")
+WORKER_GENERATION = _fact("worker_generation", "number of this run of the device's worker")
+IO_MODE = _fact("io_mode", "effective I/O mode, in the engine's words")
+IO_DEGRADED = _fact("io_degraded", "True: the mode is a fallback (no io_uring, plain buffers, or no O_DIRECT)")
+IO_ADVICE = _fact("io_advice", "with io_degraded: what to set so that the full mode is possible")
+VERIFY = _fact("verify", "True: payload checksums are verified when an object becomes resident")
+
+QUEUE_LOAD = _fact("queue_load", "objects that loads wait for and that have no open or read in flight yet")
+QUEUE_STORE = _fact("queue_store", "filled objects that wait to be written")
+IN_FLIGHT_OPENS = _fact("in_flight_opens", "opens in flight plus files opened but not yet read")
+IN_FLIGHT_READS = _fact("in_flight_reads", "reads in flight")
+IN_FLIGHT_WRITES = _fact("in_flight_writes", "writes in flight")
+DEPTH_LIMIT = _fact("depth_limit", "reads and writes in flight together, at most, as configured (iodepth)")
+DEPTH_POSSIBLE = _fact("depth_possible", "what the staging granted allows of depth_limit, smallest over slot sizes in use")
+DEPTH_ACHIEVED = _fact("depth_achieved", "mean of reads and writes in flight over the time that any was, since start")
+DEPTH_MAX = _fact("depth_max", "most reads and writes in flight together, since start")
+BUSY_S = _fact("busy_s", "seconds with at least one read or write in flight, since start")
+DEPTH_SECONDS = _fact("depth_seconds", "integral of in-flight reads and writes over time; / busy_s = depth_achieved")
+
+SLOTS_FREE = _fact("slots_free", "slots that hold nothing")
+SLOTS_FILLING = _fact("slots_filling", "slots that the kernel or a rank writes into")
+SLOTS_RESIDENT = _fact("slots_resident", "slots with a whole object, pinned or not")
+SLOTS_PINNED = _fact("slots_pinned", "of the resident ones, those with at least one pin")
+SLOTS_QUARANTINED = _fact("slots_quarantined", "slots that wait for a proof that nothing touches them")
+SLOT_SIZES = _fact("slot_sizes", "number of different slot sizes in use")
+
+LOADS = _fact("loads", "objects answered Ready")
+LOADS_RESIDENT = _fact("loads_resident", "of these, already in staging when asked")
+LOADS_JOINED = _fact("loads_joined", "of these, served by a read that somebody else had begun")
+STORES = _fact("stores", "objects published")
+STORES_DROPPED = _fact("stores_dropped", "objects offered and not stored (no slot in time, cancelled, device full)")
+STORES_EXISTED = _fact("stores_existed", "objects offered that needed no store")
+BYTES_LOADED = _fact("bytes_loaded", "payload bytes read from the device")
+BYTES_STORED = _fact("bytes_stored", "payload bytes published on the device")
+SET_ASIDE = _fact("set_aside", "files moved out of the way since their bytes were not those published")
+
+INDEX_OBJECTS = _fact("index_objects", "objects in the index")
+INDEX_COMPLETE = _fact("index_complete", "True: the scan of the directory has ended for every namespace opened")
+BREAKER = _fact("breaker", "closed (healthy), open (device given up for now), probing")
+READ_BYTES_PER_S = _fact("read_bytes_per_s", "measured read speed; 0: not measured")
+WRITE_BYTES_PER_S = _fact("write_bytes_per_s", "measured write speed; 0: not measured")
+BACKLOG_BYTES = _fact("backlog_bytes", "bytes of loads queued or in flight")
+SPACE_FREE_BYTES = _fact("space_free_bytes", "free bytes on the device's file system, for us")
+SPACE_TOTAL_BYTES = _fact("space_total_bytes", "size of the device's file system")
+
+# ---------------------------------------------------------------- rows of attached clients
+
+CLIENT = _fact("client", "the pool's number for this client")
+ENGINE = _fact("engine", "the vLLM engine it belongs to")
+RANK = _fact("rank", "rank within the engine")
+MODEL = _fact("model", "model name of its namespace")
+NAMESPACE = _fact("namespace", "the pool's number for what it stores")
+JOBS = _fact("jobs", "rank: jobs submitted and not ended")
+COPIES_IN_FLIGHT = _fact("copies_in_flight", "rank: objects being copied between slots and the model's memory")
+SEGMENTS_MAPPED = _fact("segments_mapped", "rank: segments of staging mapped")
+SEGMENTS_PINNED = _fact("segments_pinned", "rank: of these, pinned for fast copies (all, where nothing needs pinning)")
+REQUESTS_ANNOUNCED = _fact("requests_announced", "scheduler: requests announced and not withdrawn")
+LOOKUPS_HIT = _fact("lookups_hit", "scheduler: keys answered as hit")
+LOOKUPS_MISSED = _fact("lookups_missed", "scheduler: keys answered as miss")
+ANSWERS_LATE = _fact("answers_late", "scheduler: announcements that became misses since no answer came in time")
+
+# ---------------------------------------------------------------- the pool line
+
+VERSION = _fact("version", "version of kvpool")
+RUN_DIR = _fact("run_dir", "directory of the pool's socket")
+GENERATION = _fact("generation", "number of this run of the coordinator")
+STARTED_BY = _fact("started_by", "serve (by hand) or client (detached, ends after the last client)")
+STAGING_BYTES = _fact("staging_bytes", "staging memory as configured")
+STAGING_READY_BYTES = _fact("staging_ready_bytes", "of it, created and prefaulted")
+STAGING_ADVICE = _fact("staging_advice", "when staging is smaller than configured: why, and the number to set")
+SEGMENTS = _fact("segments", "segments that exist")
+SEGMENTS_QUARANTINED = _fact("segments_quarantined", "segments of dead workers that wait for proof")
+DEVICES = _fact("devices", "devices configured")
+DEVICES_HEALTHY = _fact("devices_healthy", "devices whose worker runs and whose breaker is closed")
+CLIENTS = _fact("clients", "ranks and schedulers attached")
+KEYS = _fact("keys", "keys in the coordinator's mirror of the indexes")
+PEERS_REFUSED = _fact("peers_refused", "peers closed for a bad greeting, a bad frame, or another uid")
+PEERS_DROPPED = _fact("peers_dropped", "peers dropped since they did not read")
+
+ERRORS_PREFIX = "errors_"
+
+
+def errors(code_name: str) -> str:
+    """Return the name of the counter of one `errors.Code`: `errors_corrupt` for "CORRUPT"."""
+    return ERRORS_PREFIX + code_name.lower()
