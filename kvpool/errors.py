@@ -118,3 +118,9 @@ class IntegrityError(KvpoolError):
     """Stored bytes are not those that were published: names the object and what did not match."""
 
     code = 15
+
+
+class PeerGone(KvpoolError):  # noqa: N818 - a fact about a socket, caught by its owner
+    """The process at the other end of a socket hung up, or does not read what is sent to it."""
+
+    code = 16

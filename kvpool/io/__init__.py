@@ -1,0 +1,1 @@
+"""System calls, one family to a file; no decisions."""
