@@ -10,6 +10,10 @@ A process tells what it knows and leaves out what it does not; a reader treats a
 "not known". Counters count from the start of their process and never fall. Names are append-only.
 """
 
+#: A fact's value, and the facts of one process or of the pool, as they cross processes.
+Value = str | int | float | bool
+Facts = dict[str, Value]
+
 #: Meaning of every fact, for documentation; errors come as `errors_<code>` (see :func:`errors`).
 MEANING: dict[str, str] = {}
 
@@ -59,7 +63,9 @@ IN_FLIGHT_OPENS = _fact("in_flight_opens", "opens in flight plus files opened bu
 IN_FLIGHT_READS = _fact("in_flight_reads", "reads in flight")
 IN_FLIGHT_WRITES = _fact("in_flight_writes", "writes in flight")
 DEPTH_LIMIT = _fact("depth_limit", "reads and writes in flight together, at most, as configured (iodepth)")
-DEPTH_POSSIBLE = _fact("depth_possible", "what the staging granted allows of depth_limit, smallest over slot sizes in use")
+DEPTH_POSSIBLE = _fact(
+    "depth_possible", "what the staging granted allows of depth_limit, smallest over slot sizes in use"
+)
 DEPTH_ACHIEVED = _fact("depth_achieved", "mean of reads and writes in flight over the time that any was, since start")
 DEPTH_MAX = _fact("depth_max", "most reads and writes in flight together, since start")
 BUSY_S = _fact("busy_s", "seconds with at least one read or write in flight, since start")

@@ -1,0 +1,64 @@
+"""
+`kvpool health`: is the pool as it should be, and what do its processes do.
+
+Covers: asking a running pool, the output, the exit code. Does not cover: what the facts mean
+(`health.checks`) and how they look (`health.render`). Never starts a pool.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvpool.client import admin
+from kvpool.config import load_settings
+from kvpool.errors import ConfigError, Exit, KvpoolError, PoolUnavailable
+from kvpool.health import gather, process_facts, render
+
+#: Width of the tables where the output is no terminal.
+PIPE_COLUMNS = 200
+
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="The pool's configuration; its run_dir is asked.")
+]
+RunDirOption = Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="Directory of the pool's socket.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON: healthy, pool, rows, findings.")]
+IntervalOption = Annotated[
+    float, typer.Option("--interval", min=0.05, help="Seconds over which CPU use is measured.", show_default=True)
+]
+
+
+def health(
+    config: ConfigOption = None,
+    run_dir: RunDirOption = None,
+    as_json: JsonOption = False,
+    interval: IntervalOption = 0.5,
+) -> None:
+    """
+    Show the state of a pool: one row per process and attached client, and what to do about what is wrong.
+
+    Exit code: 0 healthy, 1 degraded, 2 no pool answers there.
+    """
+    if (config is None) == (run_dir is None):
+        raise typer.BadParameter("give one of --config FILE and --run-dir DIR")
+    console = Console() if Console().is_terminal else Console(width=PIPE_COLUMNS)
+    try:
+        where = str(run_dir) if run_dir is not None else load_settings(config).pool.run_dir
+        told = admin.health(where)
+    except PoolUnavailable as error:
+        if as_json:
+            print(json.dumps({"healthy": False, "error": error.to_wire()}, indent=2))
+        else:
+            Console(stderr=True).print(f"no pool answers: {error}", markup=False)
+        raise typer.Exit(Exit.NOT_THERE) from None
+    except KvpoolError as error:
+        Console(stderr=True).print(str(error), markup=False)
+        raise typer.Exit(Exit.CONFIG if isinstance(error, ConfigError) else Exit.NOT_THERE) from None
+    report = gather.report_of(told, process_facts.sample(gather.pids_of(told), interval_s=interval))
+    if as_json:
+        print(render.to_json(report))
+    else:
+        console.print(render.to_tables(report))
+    raise typer.Exit(Exit.OK if report.healthy else Exit.DEGRADED)
