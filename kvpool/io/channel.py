@@ -96,7 +96,7 @@ class Channel:
         Send *message*, now or as soon as the peer reads; never blocks.
 
         Args:
-            fds: Descriptors that go with it, `message.fd_count` of them. They stay the caller's and may be closed at once.
+            fds: Descriptors that go with it, `message.fd_count` of them; the caller's, who may close them at once.
 
         Raises:
             PeerGone: Hung up, or its queue overflowed; nothing more will be sent.
@@ -363,8 +363,7 @@ def _check_path(path: str) -> None:
 def _duplicate(fds: Sequence[int]) -> tuple[int, ...]:
     duplicates: list[int] = []
     try:
-        for fd in fds:
-            duplicates.append(os.dup(fd))
+        duplicates.extend(os.dup(fd) for fd in fds)
     except OSError as error:
         _close_all(duplicates)
         raise HostError("no descriptor is free", limit="RLIMIT_NOFILE", reason=str(error)) from error
