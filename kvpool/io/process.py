@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvpool.errors import HostError
 
@@ -67,7 +67,12 @@ def set_parent_death_signal(parent_pid: int | None = None) -> bool:
 
 
 def spawn(
-    argv: Sequence[str], pass_fds: Sequence[int] = (), detached: bool = False, *, output: int | None = None
+    argv: Sequence[str],
+    pass_fds: Sequence[int] = (),
+    detached: bool = False,
+    *,
+    output: int | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """
     Start a program; only 0, 1, 2 and *pass_fds* stay open in it, under the same numbers.
@@ -77,6 +82,7 @@ def spawn(
         detached: In its own session and nobody's child. What is returned then is the process in between, already
             reaped; the program's own end is not seen through it.
         output: Descriptor for standard output and error; None: the starter's own, and nothing where detached.
+        env: Its environment; None: the starter's own.
 
     Raises:
         HostError: The program cannot be started.
@@ -85,7 +91,13 @@ def spawn(
     command = [sys.executable, "-I", "-S", "-c", _DETACH, *argv] if detached else list(argv)
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=target, stderr=target, close_fds=True, pass_fds=tuple(pass_fds)
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=target,
+            stderr=target,
+            close_fds=True,
+            pass_fds=tuple(pass_fds),
+            env=env,
         )
     except OSError as error:
         raise HostError("cannot start a program", program=argv[0], reason=str(error)) from error
