@@ -1,0 +1,552 @@
+"""
+The I/O worker: one process for one storage device.
+
+Theory. One thread, one epoll: it sleeps until a queue, the engine, or a scan has something, or until the next
+deadline; then it runs one pass. A pass turns what came in into events for the object table, performs the actions
+that come out, and at its end gives the engine its new work and sends what is to be said, in few messages. The
+table decides (`core/objects.py`), the engine does the I/O (`io/engine.py`); this file connects them.
+
+    control socket ──┐                                  ┌── engine: open, read, publish
+    rank sockets ────┼── events ──► ObjectTable ── actions ── outbox: ranks, coordinator
+    scan, engine ────┘                                  └── files: set aside
+
+The process ends with its coordinator: by the parent's death signal, and by the hang-up of the control socket.
+
+Does not cover: which files a namespace has (`worker_namespaces`), batching of answers (`worker_outbox`).
+"""
+
+import argparse
+import json
+import logging
+import os
+import select
+import sys
+import time
+from collections import defaultdict
+from typing import assert_never
+
+from kvpool import config
+from kvpool.core import object_events as events
+from kvpool.core.objects import ObjectTable
+from kvpool.core.speed import SpeedMeter
+from kvpool.errors import Code, Exit, HostError, InvariantError, KvpoolError, ProtocolError, invariant
+from kvpool.health import facts
+from kvpool.io import ring_engine, shm
+from kvpool.io.channel import Channel, PeerGone, adopt
+from kvpool.io.engine import Ended, Engine, Kind, SegmentMemory
+from kvpool.io.faults import Faults
+from kvpool.io.files import DeviceFiles
+from kvpool.io.process import set_parent_death_signal
+from kvpool.procs.worker_namespaces import Namespaces
+from kvpool.procs.worker_outbox import Outbox
+from kvpool.wire import messages as wire
+
+log = logging.getLogger("kvpool.worker")
+
+#: The state of the device is told at most this often, and when speed or backlog moved by this much.
+STATE_INTERVAL_NS = 50_000_000
+STATE_CHANGE = 0.1
+#: Set by tests only: what goes wrong on purpose (`io/faults.py`).
+FAULTS_VARIABLE = "KVPOOL_TEST_FAULTS"
+
+
+class CoordinatorGone(Exception):
+    """The control socket hung up: this process has nothing to live for."""
+
+
+class IoWorker:
+    """
+    One device's worker after its setup.
+
+    Args:
+        control: The socket to the coordinator.
+        setup: What the coordinator said first.
+        settings: The pool's settings, as *setup* carried them.
+        engine: The device's storage engine; closed by the caller.
+        namespaces: The device's directories; closed by the caller.
+    """
+
+    def __init__(
+        self,
+        control: Channel,
+        setup: wire.WorkerSetup,
+        settings: config.Settings,
+        engine: Engine,
+        namespaces: Namespaces,
+    ) -> None:
+        self._device = settings.device[setup.device]
+        self._verify = settings.pool.verify
+        self._control = control
+        self._engine = engine
+        self._table = ObjectTable(_table_settings(setup.device, settings))
+        self._outbox = Outbox(setup.device)
+        self._namespaces = namespaces
+        #: namespace -> objects its scan has found so far.
+        self._objects_found: defaultdict[int, int] = defaultdict(int)
+        self._started_ns = time.monotonic_ns()
+        self._setup = setup
+        #: client -> its socket. A client that left is in the table until it is proven, but not here.
+        self._ranks: dict[int, Channel] = {}
+        #: Segments granted since the last SegmentsGranted: registered together when that comes.
+        self._batch: list[SegmentMemory] = []
+        #: segment -> bytes of its slots.
+        self._slot_bytes: dict[int, int] = {}
+        #: op -> the object it is about, from its action to its end.
+        self._ops: dict[int, events.ObjectId] = {}
+        self._reads = SpeedMeter()
+        self._writes = SpeedMeter()
+        self._errors: dict[str, int] = {}
+        self._state_told = (0.0, 0, 0)
+        self._draining = False
+        self._poller = select.epoll()
+        self._poller.register(control.fileno(), select.EPOLLIN)
+        for fd in engine.fds():
+            self._poller.register(fd, select.EPOLLIN)
+
+    # ------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        """
+        Serve until drained.
+
+        Raises:
+            CoordinatorGone: The control socket hung up.
+        """
+        while not (self._draining and self._table.drained()):
+            self._sleep()
+            self._handle(events.TimePassed())
+            self._flush()
+
+    def _sleep(self) -> None:
+        """Wait for something to do, and take it in."""
+        engine_fds = set(self._engine.fds())
+        for fd, mask in self._poller.poll(self._timeout_s()):
+            if fd in engine_fds:
+                continue  # reaped below, whatever woke us
+            if fd == self._control.fileno():
+                self._on_control(mask)
+            elif fd in self._namespaces.scan_fds():
+                self._on_scan(fd)
+            else:
+                self._on_rank(fd, mask)
+        for ended in self._engine.reap():
+            self._on_ended(ended)
+
+    def _timeout_s(self) -> float | None:
+        dues = [self._table.next_deadline_ns(), self._engine.next_due_ns(), self._state_due_ns()]
+        due = min((ns for ns in dues if ns is not None), default=None)
+        return None if due is None else max(0.0, (due - time.monotonic_ns()) / 1e9)
+
+    def _flush(self) -> None:
+        """End of a pass: new work to the engine, answers to their clients."""
+        self._engine.submit()
+        for client, message in self._outbox.take_for_clients():
+            self._send_rank(client, message)
+        self._tell_coordinator()
+        self._tell_state()
+        self._update_poller()
+
+    def _tell_coordinator(self) -> None:
+        for message in self._outbox.take_for_coordinator():
+            self._send_control(message)
+
+    def _update_poller(self) -> None:
+        for channel in (self._control, *self._ranks.values()):
+            if channel.fileno() >= 0:
+                self._poller.modify(channel.fileno(), select.EPOLLIN | (select.EPOLLOUT if channel.wants_write else 0))
+
+    # ------------------------------------------------------------ the coordinator
+
+    def _on_control(self, mask: int) -> None:
+        try:
+            if mask & select.EPOLLOUT:
+                self._control.flush()
+            for message, fds in self._control.receive():
+                self._on_control_message(message, fds)
+        except (PeerGone, ProtocolError) as error:
+            raise CoordinatorGone(str(error)) from error
+
+    def _on_control_message(self, message: wire.Message, fds: list[int]) -> None:
+        match message:
+            case wire.NamespaceOpened(namespace=namespace, spec=spec):
+                self._open_namespace(namespace, spec)
+            case wire.ClientJoined():
+                self._join(message, fds[0])
+            case wire.ClientProven(client=client):
+                self._handle(events.ClientProven(client=client))
+            case wire.SegmentGranted(segment=segment, segment_bytes=segment_bytes, slot_bytes=slot_bytes):
+                memory = shm.map_segment(fds[0], segment_bytes)
+                os.close(fds[0])
+                self._batch.append(SegmentMemory(segment, memory, slot_bytes))
+            case wire.SegmentsGranted():
+                self._add_batch()
+            case wire.SegmentRecalled(segment=segment):
+                self._handle(events.SegmentRecalled(segment=segment))
+            case wire.KeysProbe(probe=probe, namespace=namespace, keys=keys):
+                if not self._namespaces.begin_probe(self._engine, probe, namespace, keys):
+                    self._send_control(wire.KeysProbed(probe=probe))
+            case wire.ReportWanted(report=report):
+                self._send_control(wire.Report(report=report, facts=self._facts()))
+            case wire.Drain():
+                self._draining = True
+            case _:
+                raise ProtocolError("message not for a running worker", type=type(message).__name__)
+
+    def _open_namespace(self, namespace: int, spec: wire.NamespaceSpec) -> None:
+        try:
+            scan_fd = self._namespaces.open(namespace, spec)
+        except (KvpoolError, OSError) as error:
+            log.error("device %s: namespace %s is not served: %s", self._device.name, spec.model_name, error)
+            self._count("namespace")
+            self._send_control(wire.ScanEnded(namespace=namespace, objects=0))
+            return
+        self._handle(
+            events.NamespaceAdded(
+                namespace=namespace, rank_count=spec.rank_count, slot_bytes=self._namespaces.slot_bytes(namespace)
+            )
+        )
+        self._poller.register(scan_fd, select.EPOLLIN)
+
+    def _add_batch(self) -> None:
+        batch, self._batch = self._batch, []
+        self._engine.add_segments(batch)
+        for segment in batch:
+            self._slot_bytes[segment.segment] = segment.slot_bytes
+            count = len(segment.memory) // segment.slot_bytes
+            self._handle(
+                events.SegmentAdded(segment=segment.segment, slot_bytes=segment.slot_bytes, slot_count=count)
+            )
+
+    def _send_control(self, message: wire.Message) -> None:
+        try:
+            self._control.send(message)
+        except PeerGone as error:
+            raise CoordinatorGone(str(error)) from error
+
+    # ------------------------------------------------------------ ranks
+
+    def _join(self, message: wire.ClientJoined, fd: int) -> None:
+        channel = Channel(adopt(fd), wire.RankToWorker)
+        self._ranks[message.client] = channel
+        self._poller.register(channel.fileno(), select.EPOLLIN)
+        self._handle(
+            events.ClientJoined(
+                client=message.client, engine=message.engine, namespace=message.namespace, rank=message.rank
+            )
+        )
+
+    def _on_rank(self, fd: int, mask: int) -> None:
+        client = next((number for number, channel in self._ranks.items() if channel.fileno() == fd), None)
+        if client is None:
+            return  # left earlier in this pass
+        channel = self._ranks[client]
+        try:
+            if mask & select.EPOLLOUT:
+                channel.flush()
+            for message, _ in channel.receive():
+                if not (self._draining and self._refuse(client, message)):
+                    self._handle(_rank_event(client, message))
+        except PeerGone:
+            self._leave(client)
+        except ProtocolError as error:
+            log.warning("device %s: closing client %d: %s", self._device.name, client, error)
+            self._count("protocol")
+            self._leave(client)
+
+    def _refuse(self, client: int, message: wire.Message) -> bool:
+        """While draining, answer what would begin something new; False where *message* only goes on with the old."""
+        match message:
+            case wire.Load(job=job, first=first, keys=keys):
+                for index in range(first, first + len(keys)):
+                    self._outbox.add(events.SendLoadFailed(client=client, job=job, index=index, code=Code.REFUSED))
+            case wire.Store(job=job, first=first, keys=keys):
+                for index in range(first, first + len(keys)):
+                    self._outbox.add(events.SendDropped(client=client, job=job, index=index))
+            case _:
+                return False
+        return True
+
+    def _send_rank(self, client: int, message: wire.Message) -> None:
+        channel = self._ranks.get(client)
+        if channel is None:
+            return
+        try:
+            channel.send(message)
+        except PeerGone as error:
+            log.warning("device %s: client %d is gone: %s", self._device.name, client, error)
+            self._leave(client)
+
+    def _leave(self, client: int) -> None:
+        channel = self._ranks.pop(client, None)
+        if channel is None:
+            return
+        self._poller.unregister(channel.fileno())
+        channel.close()
+        self._handle(events.ClientLeft(client=client))
+
+    # ------------------------------------------------------------ scans and probes
+
+    def _on_scan(self, fd: int) -> None:
+        scanned = self._namespaces.read_scan(fd)
+        for found in scanned.found:
+            self._handle(events.KeysFound(namespace=scanned.namespace, rank=found.rank, keys=found.keys))
+            self._objects_found[scanned.namespace] += len(found.keys)
+        if scanned.ended:  # epoll forgets a descriptor that is closed
+            self._tell_coordinator()
+            self._send_control(
+                wire.ScanEnded(namespace=scanned.namespace, objects=self._objects_found.pop(scanned.namespace, 0))
+            )
+
+    def _on_probed(self, ended: Ended) -> None:
+        probe = self._namespaces.end_probe(ended)
+        for found in probe.found:
+            self._handle(events.KeysFound(namespace=probe.namespace, rank=found.rank, keys=found.keys))
+        self._tell_coordinator()
+        self._send_control(wire.KeysProbed(probe=probe.probe))
+
+    # ------------------------------------------------------------ the table's events and actions
+
+    def _handle(self, event: events.Event) -> None:
+        for action in self._table.handle(event, now_ns=time.monotonic_ns()):
+            self._perform(action)
+
+    def _perform(self, action: events.Action) -> None:
+        match action:
+            case events.OpenFile(op=op, object=target):
+                self._ops[op] = target
+                self._engine.open_file(op, self._namespaces.path(target))
+            case events.ReadFile(op=op, object=target, slot=slot):
+                self._reads.began(now_ns=time.monotonic_ns())
+                self._engine.read_file(op, slot, self._namespaces.expected(target))
+            case events.CloseFile(op=op):
+                del self._ops[op]
+                self._engine.close_file(op)
+            case events.PublishObject(op=op, object=target, slot=slot):
+                self._ops[op] = target
+                self._writes.began(now_ns=time.monotonic_ns())
+                directory, name = self._namespaces.place(target)
+                self._engine.publish_object(op, directory, name, slot, self._namespaces.expected(target))
+            case events.SetAside(object=target):
+                self._engine.set_aside(self._namespaces.path(target))
+            case events.SendReady() | events.SendGranted():
+                slot_bytes = self._slot_bytes[action.slot.segment]
+                self._outbox.add(action, slot_offset=action.slot.index * slot_bytes)
+            case (
+                events.SendLoadFailed()
+                | events.SendExists()
+                | events.SendDropped()
+                | events.TellKey()
+                | events.TellStoreEnded()
+            ):
+                self._outbox.add(action)
+            case events.ReturnSegment(segment=segment):
+                self._engine.drop_segment(segment)
+                del self._slot_bytes[segment]
+                self._send_control(wire.SegmentReturned(segment=segment))
+            case _:
+                assert_never(action)
+
+    def _on_ended(self, ended: Ended) -> None:
+        now_ns = time.monotonic_ns()
+        if ended.kind is Kind.PROBED:
+            self._on_probed(ended)
+            return
+        if ended.error is not None:
+            self._on_error(ended)
+        match ended.kind:
+            case Kind.OPENED:
+                if ended.error is not None:
+                    del self._ops[ended.op]
+                self._handle(events.FileOpened(op=ended.op, error=ended.error))
+            case Kind.READ:
+                del self._ops[ended.op]
+                self._reads.ended(ended.bytes if ended.error is None else 0, now_ns=now_ns)
+                self._handle(events.FileRead(op=ended.op, error=ended.error))
+            case Kind.PUBLISHED:
+                del self._ops[ended.op]
+                self._writes.ended(ended.bytes if ended.error is None else 0, now_ns=now_ns)
+                self._handle(events.ObjectPublished(op=ended.op, error=ended.error))
+            case _:
+                assert_never(ended.kind)
+
+    def _on_error(self, ended: Ended) -> None:
+        invariant(ended.error is not None, "an error without a code")
+        name = ended.error.name.lower() if ended.error is not None else ""
+        self._count(name)
+        first = self._errors[name] == 1
+        log.log(
+            logging.WARNING if first else logging.DEBUG,
+            "device %s: %s %s: %s%s",
+            self._device.name,
+            ended.kind.value,
+            name,
+            ended.detail,
+            " (further ones are counted, see kvpool health)" if first else "",
+        )
+
+    def _count(self, name: str) -> None:
+        self._errors[name] = self._errors.get(name, 0) + 1
+
+    # ------------------------------------------------------------ what is told of the device
+
+    def _backlog_bytes(self) -> int:
+        return self._table.load_backlog_bytes()
+
+    def _state_due_ns(self) -> int | None:
+        """When a change of the device's state has to be told; None while there is none."""
+        speed, backlog, told_ns = self._state_told
+        now_speed, now_backlog = self._reads.bytes_per_s, self._backlog_bytes()
+        moved = abs(now_speed - speed) > STATE_CHANGE * max(speed, 1.0) or (
+            abs(now_backlog - backlog) > STATE_CHANGE * max(backlog, 1)
+        )
+        return told_ns + STATE_INTERVAL_NS if moved else None
+
+    def _tell_state(self) -> None:
+        due = self._state_due_ns()
+        now_ns = time.monotonic_ns()
+        if due is None or due > now_ns:
+            return
+        speed, backlog = self._reads.bytes_per_s, self._backlog_bytes()
+        self._state_told = (speed, backlog, now_ns)
+        state = wire.DeviceState(
+            device=self._setup.device, healthy=True, read_bytes_per_s=speed, backlog_bytes=backlog
+        )
+        self._send_control(wire.WorkerState(state=state))
+
+    def _facts(self) -> dict[str, str | int | float | bool]:
+        space = os.statvfs(self._device.path)
+        told: dict[str, str | int | float | bool] = {
+            facts.ROLE: facts.IO_WORKER,
+            facts.DEVICE: self._device.name,
+            facts.DEVICE_PATH: self._device.path,
+            facts.PID: os.getpid(),
+            facts.STATE: facts.DRAINING if self._draining else facts.RUNNING,
+            facts.UPTIME_S: (time.monotonic_ns() - self._started_ns) / 1e9,
+            facts.WORKER_GENERATION: self._setup.worker_generation,
+            facts.IO_MODE: self._engine.mode,
+            facts.VERIFY: self._verify,
+            facts.DEPTH_LIMIT: self._device.iodepth,
+            facts.INDEX_COMPLETE: self._namespaces.complete(),
+            facts.BREAKER: facts.BREAKER_CLOSED,
+            facts.READ_BYTES_PER_S: self._reads.bytes_per_s,
+            facts.WRITE_BYTES_PER_S: self._writes.bytes_per_s,
+            facts.BACKLOG_BYTES: self._backlog_bytes(),
+            facts.SPACE_FREE_BYTES: space.f_bavail * space.f_frsize,
+            facts.SPACE_TOTAL_BYTES: space.f_blocks * space.f_frsize,
+            facts.QUEUE_MESSAGES: sum(channel.queue_length for channel in (self._control, *self._ranks.values())),
+        }
+        told |= self._engine.statistics()
+        told |= self._table.statistics()
+        told |= {facts.errors(name): count for name, count in self._errors.items()}
+        return told
+
+
+def _rank_event(client: int, message: wire.Message) -> events.Event:
+    """Return what a rank's message means for the table."""
+    match message:
+        case wire.Load(job=job, first=first, keys=keys):
+            return events.LoadWanted(client=client, job=job, first=first, keys=keys)
+        case wire.Release(job=job, indices=indices):
+            return events.SlotsReleased(client=client, job=job, indices=indices)
+        case wire.LoadCancel(job=job):
+            return events.LoadCancelled(client=client, job=job)
+        case wire.Store(job=job, store=store, first=first, keys=keys):
+            return events.StoreWanted(client=client, job=job, store=store, first=first, keys=keys)
+        case wire.Filled(job=job, indices=indices):
+            return events.SlotsFilled(client=client, job=job, indices=indices)
+        case wire.StoreCancel(job=job, indices=indices):
+            return events.StoreCancelled(client=client, job=job, indices=indices)
+        case _:
+            raise ProtocolError("message not for a worker", type=type(message).__name__)
+
+
+def _table_settings(device: int, settings: config.Settings) -> events.TableSettings:
+    mine, pool = settings.device[device], settings.pool
+    return events.TableSettings(
+        device=device,
+        iodepth=mine.iodepth,
+        open_lookahead=mine.open_lookahead,
+        writes_inflight_beside_loads=max(1, mine.iodepth // 4),
+        load_deadline_ns=int(pool.load_deadline_s * 1e9),
+        store_deadline_ns=int(pool.store_deadline_s * 1e9),
+        fill_deadline_ns=int(pool.load_deadline_s * 1e9),
+        op_deadline_ns=int(pool.operation_deadline_s * 1e9),
+    )
+
+
+def _receive_setup(control: Channel) -> wire.WorkerSetup:
+    poller = select.poll()
+    poller.register(control.fileno(), select.POLLIN)
+    while True:
+        poller.poll()
+        for message, _ in control.receive():
+            if not isinstance(message, wire.WorkerSetup):
+                raise ProtocolError("first message of a coordinator", type=type(message).__name__)
+            return message
+
+
+def _serve(control: Channel) -> None:
+    setup = _receive_setup(control)
+    settings = config.from_json(setup.config_json)
+    device = settings.device[setup.device]
+    files = DeviceFiles(device.path, name=device.name)
+    engine, why_no_ring = ring_engine.open_engine(
+        files,
+        iodepth=device.iodepth,
+        sync_on_store=device.sync_on_store,
+        verify=settings.pool.verify,
+        faults=_faults(device.name),
+    )
+    if why_no_ring:
+        log.warning("device %s: no io_uring (%s): %s", device.name, why_no_ring, engine.mode)
+    namespaces = Namespaces(files, device.name)
+    try:
+        pipe = engine.take_ring_pipe()
+        worker = IoWorker(control, setup, settings, engine, namespaces)
+        control.send(
+            wire.WorkerReady(worker_generation=setup.worker_generation, io_mode=engine.mode, pid=os.getpid()), [pipe]
+        )
+        os.close(pipe)
+        worker.run()
+    finally:
+        namespaces.close()
+        engine.close()
+
+
+def _faults(device: str) -> Faults | None:
+    """Return the faults that a test wants on *device*: FAULTS_VARIABLE is one JSON object, or one for each name."""
+    text = os.environ.get(FAULTS_VARIABLE)
+    if not text:
+        return None
+    log.warning("device %s: faults on purpose, from %s", device, FAULTS_VARIABLE)
+    by_device = json.loads(text)
+    return Faults.from_json(json.dumps(by_device.get(device, by_device) if isinstance(by_device, dict) else by_device))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one I/O worker; return its exit code."""
+    parser = argparse.ArgumentParser(prog="kvpool.procs.io_worker", description="One device's I/O worker of a kvpool.")
+    parser.add_argument("--control-fd", type=int, required=True, help="socket to the coordinator, inherited")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(format="kvpool worker[%(process)d] %(levelname)s: %(message)s", level=logging.INFO)
+    if not set_parent_death_signal():
+        return Exit.COORDINATOR_GONE
+    control = Channel(adopt(arguments.control_fd), wire.CoordinatorToWorker)
+    try:
+        _serve(control)
+    except (CoordinatorGone, PeerGone):
+        return Exit.COORDINATOR_GONE
+    except (HostError, OSError) as error:
+        log.error("%s", error)
+        return Exit.HOST
+    except KvpoolError as error:
+        log.error("%s", error)
+        return Exit.CONFIG
+    except InvariantError:
+        log.exception("a bug in kvpool: this worker ends, its slots wait for proof, another one is started")
+        return Exit.INVARIANT
+    return Exit.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

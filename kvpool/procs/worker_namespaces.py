@@ -1,0 +1,235 @@
+"""
+The namespaces of one I/O worker: their directories, what an object's file is called, scans and probes.
+
+Theory. A namespace is opened once: its directories on the device are claimed (`io/files.py`), and a helper process
+starts to walk them (`scanner`). While it walks, loads work by name, and the coordinator may ask for keys that are not
+indexed yet (a probe: every rank's file is looked up by name). A scan that fails is a complete scan as far as anybody
+waits for it: what it did not see is a miss until it is stored again.
+
+Does not cover: the index itself (`core/key_index.py`), reading and writing of objects (`io/engine.py`).
+"""
+
+import logging
+import os
+import signal
+import subprocess
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvpool.core import layout, trailer
+from kvpool.core.object_events import ObjectId
+from kvpool.core.trailer import Expected
+from kvpool.errors import invariant
+from kvpool.io.engine import Ended, Engine
+from kvpool.io.files import DeviceFiles
+from kvpool.procs import scanner
+from kvpool.wire.messages import NamespaceSpec
+
+log = logging.getLogger("kvpool.worker")
+
+#: Bytes taken from a scan's pipe in one pass, so that a scan never delays a load.
+SCAN_READ_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Namespace:
+    """
+    One namespace on this device.
+
+    Attributes:
+        directories: One absolute directory a rank.
+        fingerprint: 32 bytes, as trailers hold it.
+        payload_bytes: KV group -> payload bytes of one object.
+    """
+
+    spec: NamespaceSpec
+    directories: list[str]
+    fingerprint: bytes
+    payload_bytes: dict[int, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Scan:
+    namespace: int
+    process: subprocess.Popen[bytes]
+    frames: scanner.FrameReader = field(default_factory=scanner.FrameReader)
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Probe:
+    probe: int
+    namespace: int
+    keys: list[bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scanned:
+    """What one read of a scan's pipe brought; *ended*: the pipe is at its end."""
+
+    namespace: int
+    found: list[scanner.Found]
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """What a probe found: per rank the keys whose files are there."""
+
+    probe: int
+    namespace: int
+    found: list[scanner.Found]
+
+
+class Namespaces:
+    """
+    All namespaces opened on one device.
+
+    Args:
+        files: The device's directory.
+        device: The device's name, for logs.
+    """
+
+    def __init__(self, files: DeviceFiles, device: str) -> None:
+        self._files = files
+        self._device = device
+        self._open: dict[int, Namespace] = {}
+        #: Descriptor of the scanner's output -> its scan.
+        self._scans: dict[int, _Scan] = {}
+        #: Engine token -> probe.
+        self._probes: dict[int, _Probe] = {}
+        self._token = 0
+
+    def open(self, namespace: int, spec: NamespaceSpec) -> int:
+        """
+        Claim the directories and start the scan; return the descriptor that polls readable as the scan goes on.
+
+        Raises:
+            DeviceError: The filesystem refused.
+            OSError: The scanner cannot be started.
+        """
+        directories = self._files.open_namespace(spec)
+        self._open[namespace] = Namespace(
+            spec=spec,
+            directories=directories,
+            fingerprint=bytes.fromhex(spec.fingerprint),
+            payload_bytes={group.group: group.object_bytes for group in spec.groups},
+        )
+        process = subprocess.Popen(
+            scanner.command(directories), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, close_fds=True
+        )
+        invariant(process.stdout is not None, "a scanner's output is a pipe")
+        fd = process.stdout.fileno() if process.stdout else -1
+        os.set_blocking(fd, False)
+        self._scans[fd] = _Scan(namespace=namespace, process=process)
+        return fd
+
+    def slot_bytes(self, namespace: int) -> dict[int, int]:
+        """Return the slot size of each KV group's objects."""
+        return {
+            group: trailer.slot_bytes(payload_bytes)
+            for group, payload_bytes in self._open[namespace].payload_bytes.items()
+        }
+
+    def path(self, target: ObjectId) -> str:
+        """Return the object's path."""
+        return layout.object_path(self._open[target.namespace].directories[target.rank], target.key)
+
+    def place(self, target: ObjectId) -> tuple[str, str]:
+        """Return the object's folder and its name there."""
+        directory = self._open[target.namespace].directories[target.rank]
+        return f"{directory}/{layout.object_directory(target.key)}", layout.object_name(target.key)
+
+    def expected(self, target: ObjectId) -> Expected:
+        """Return what the object's trailer must say."""
+        namespace = self._open[target.namespace]
+        group = int.from_bytes(target.key[-layout.GROUP_BYTES :], "big")
+        return Expected(target.key, target.rank, namespace.fingerprint, namespace.payload_bytes[group])
+
+    # ------------------------------------------------------------ scans
+
+    def scan_fds(self) -> frozenset[int]:
+        """Return the descriptors of scans under way."""
+        return frozenset(self._scans)
+
+    def complete(self) -> bool:
+        """Tell whether no scan is under way."""
+        return not self._scans
+
+    def read_scan(self, fd: int) -> Scanned:
+        """Take in what a scan has said; at its end reap its process."""
+        scan = self._scans[fd]
+        try:
+            data = os.read(fd, SCAN_READ_BYTES)
+        except BlockingIOError:
+            return Scanned(namespace=scan.namespace, found=[], ended=False)
+        found: list[scanner.Found] = []
+        try:
+            for message in scan.frames.feed(data):
+                if isinstance(message, scanner.Found):
+                    found.append(message)
+                else:
+                    scan.finished = True
+                    self._report(scan, message)
+        except msgspec.MsgspecError as error:
+            log.warning("device %s: the scan of its index broke: %s", self._device, error)
+            data = b""
+        if not data:
+            self._end_scan(fd, scan)
+        return Scanned(namespace=scan.namespace, found=found, ended=not data)
+
+    def _report(self, scan: _Scan, ended: scanner.ScanEnded) -> None:
+        model = self._open[scan.namespace].spec.model_name
+        log.info("device %s: %s has %d objects on disk", self._device, model, ended.objects)
+        if ended.removed:
+            log.info("device %s: %d unpublished files of an earlier run removed", self._device, ended.removed)
+        if ended.unreadable:
+            log.warning(
+                "device %s: %d folders of %s cannot be read; what is in them is a miss",
+                self._device,
+                ended.unreadable,
+                model,
+            )
+
+    def _end_scan(self, fd: int, scan: _Scan) -> None:
+        del self._scans[fd]
+        if not scan.finished:
+            log.warning("device %s: the scan of its index ended early; what it missed is stored again", self._device)
+            scan.process.send_signal(signal.SIGKILL)
+        if scan.process.stdout is not None:
+            scan.process.stdout.close()
+        scan.process.wait()
+
+    # ------------------------------------------------------------ probes
+
+    def begin_probe(self, engine: Engine, probe: int, namespace: int, keys: list[bytes]) -> bool:
+        """Look every rank's file of *keys* up by name; False where that namespace is not open."""
+        opened = self._open.get(namespace)
+        if opened is None:
+            return False
+        self._token += 1
+        self._probes[self._token] = _Probe(probe=probe, namespace=namespace, keys=keys)
+        engine.probe(
+            self._token, [layout.object_path(directory, key) for directory in opened.directories for key in keys]
+        )
+        return True
+
+    def end_probe(self, ended: Ended) -> Probed:
+        """Return what the probe that just ended found."""
+        probe = self._probes.pop(ended.op)
+        by_rank: dict[int, list[bytes]] = {}
+        for path in ended.found:
+            rank, index = divmod(path, len(probe.keys))
+            by_rank.setdefault(rank, []).append(probe.keys[index])
+        found = [scanner.Found(rank=rank, keys=keys) for rank, keys in by_rank.items()]
+        return Probed(probe=probe.probe, namespace=probe.namespace, found=found)
+
+    def close(self) -> None:
+        """End the scans."""
+        for scan in self._scans.values():
+            scan.process.kill()
+            scan.process.wait()
+            if scan.process.stdout is not None:
+                scan.process.stdout.close()
+        self._scans.clear()
