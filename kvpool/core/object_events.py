@@ -27,7 +27,7 @@ class SlotRef(NamedTuple):
     """A slot: number *index* of segment *segment*."""
 
     segment: int
-    index: int
+    index: int  # type: ignore[assignment]  # a slot's index hides tuple.index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +41,11 @@ class TableSettings:
         open_lookahead: Opens in flight plus files opened but not yet read, at most.
         writes_inflight_beside_loads: Writes in flight while loads wait or run, at most (>= 1).
         client_share: Share of the slots of one size that one client may pin or fill while others use that size too.
-        load_deadline_ns, store_deadline_ns: A load's object not Ready, a store's key not granted by then, is failed or dropped.
+        load_deadline_ns: An object of a load that is not Ready by then is failed.
+        store_deadline_ns: A key of a store that is not granted by then is dropped.
         fill_deadline_ns: A granted store not filled by then is dropped; its slot waits for proof.
         op_deadline_ns: An operation in flight longer than this fails its waiters and counts as device trouble.
+        device_full_backoff_ns: No store gets slots for so long after the device said that it is full.
     """
 
     device: int = 0
@@ -55,6 +57,7 @@ class TableSettings:
     store_deadline_ns: int = 1 * 10**9
     fill_deadline_ns: int = 30 * 10**9
     op_deadline_ns: int = 10 * 10**9
+    device_full_backoff_ns: int = 5 * 10**9
 
 
 # ------------------------------------------------------------------ events
@@ -199,6 +202,11 @@ class ObjectPublished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrainStarted:
+    """Nothing new is taken: loads are refused, stores dropped; what is granted may still be filled and is written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
     """Nothing but time; look at the deadlines."""
 
@@ -206,7 +214,7 @@ class TimePassed:
 Event = (
     NamespaceAdded | SegmentAdded | SegmentRecalled | ClientJoined | ClientLeft | ClientProven | LoadWanted
     | LoadCancelled | SlotsReleased | StoreWanted | SlotsFilled | StoreCancelled | KeysFound | FileOpened | FileRead
-    | ObjectPublished | TimePassed
+    | ObjectPublished | DrainStarted | TimePassed
 )  # fmt: skip
 
 

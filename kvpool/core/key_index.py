@@ -1,0 +1,116 @@
+"""
+Which keys this device has: per namespace a map from key to the ranks whose file exists.
+
+Theory. An entry is per key, not per object: an int whose bit r says that rank r's file was seen or
+published. Beside it stands the set of keys that are resident for all ranks and stay so for now. The
+two flags that the coordinator is told, STORED and RESIDENT, follow from those; every change of flags
+becomes one TellKey. The directory is the truth and the index a hint: a load opens the file by name
+whatever the index says, and what the open says corrects the index.
+"""
+
+from dataclasses import dataclass, field
+
+from kvpool.core.object_events import Action, ObjectId, TellKey
+from kvpool.errors import ProtocolError, invariant
+from kvpool.wire.messages import RESIDENT, STORED
+
+GROUP_BYTES = 4
+
+
+def key_group(key: bytes) -> int:
+    """Return the KV-cache group of *key*: its last four bytes, big-endian, as vLLM packs an OffloadKey."""
+    return int.from_bytes(key[-GROUP_BYTES:], "big")
+
+
+@dataclass(slots=True, eq=False)
+class Namespace:
+    """
+    One namespace on this device.
+
+    Attributes:
+        slot_bytes: Slot size of each KV group's objects.
+        full: The mask with every rank's bit.
+        masks: Ranks whose file exists, per key; never 0.
+        resident: Keys whose objects of all ranks are in staging and stay there for now.
+    """
+
+    namespace: int
+    rank_count: int
+    slot_bytes: dict[int, int]
+    full: int = 0
+    masks: dict[bytes, int] = field(default_factory=dict)
+    resident: set[bytes] = field(default_factory=set)
+
+    def flags(self, key: bytes) -> int:
+        """Return the key's STORED | RESIDENT."""
+        stored = STORED if self.masks.get(key, 0) == self.full else 0
+        return stored | (RESIDENT if key in self.resident else 0)
+
+    def size_of(self, key: bytes) -> int:
+        """Return the slot size of the key's objects; ProtocolError when no group has such keys."""
+        size = self.slot_bytes.get(key_group(key)) if len(key) > GROUP_BYTES else None
+        if size is None:
+            raise ProtocolError("key of no KV group of this namespace", key=key.hex(), namespace=self.namespace)
+        return size
+
+
+class KeyIndex:
+    """The index of one device. Changes append TellKey to *actions*, the table's list for the current event."""
+
+    def __init__(self) -> None:
+        self.namespaces: dict[int, Namespace] = {}
+
+    def add_namespace(self, namespace: int, rank_count: int, slot_bytes: dict[int, int]) -> None:
+        """Open a namespace; opening it again must say the same."""
+        known = self.namespaces.get(namespace)
+        if known is None:
+            full = (1 << rank_count) - 1
+            self.namespaces[namespace] = Namespace(namespace, rank_count, dict(slot_bytes), full)
+            return
+        invariant(known.rank_count == rank_count, "namespace changed its ranks", namespace=namespace)
+        invariant(known.slot_bytes == slot_bytes, "namespace changed its slot sizes", namespace=namespace)
+
+    def add(self, object_id: ObjectId, actions: list[Action]) -> None:
+        """That object's file exists."""
+        space = self.namespaces[object_id.namespace]
+        key = object_id.key
+        old = space.masks.get(key, 0)
+        new = old | 1 << object_id.rank
+        if new != old:
+            space.masks[key] = new
+            if new == space.full:
+                actions.append(TellKey(namespace=space.namespace, key=key, flags=space.flags(key)))
+
+    def remove(self, object_id: ObjectId, actions: list[Action]) -> None:
+        """That object's file is not there. Told even if nothing changed: whoever asked believed otherwise."""
+        space = self.namespaces[object_id.namespace]
+        key = object_id.key
+        left = space.masks.get(key, 0) & ~(1 << object_id.rank)
+        if left:
+            space.masks[key] = left
+        else:
+            space.masks.pop(key, None)
+        actions.append(TellKey(namespace=space.namespace, key=key, flags=space.flags(key)))
+
+    def set_resident(self, space: Namespace, key: bytes, actions: list[Action]) -> None:
+        """All ranks' bytes of *key* are in staging and stay there."""
+        if key not in space.resident:
+            space.resident.add(key)
+            actions.append(TellKey(namespace=space.namespace, key=key, flags=space.flags(key)))
+
+    def clear_resident(self, space: Namespace, key: bytes, actions: list[Action]) -> None:
+        """Some rank's bytes of *key* may leave staging from now on."""
+        if key in space.resident:
+            space.resident.discard(key)
+            actions.append(TellKey(namespace=space.namespace, key=key, flags=space.flags(key)))
+
+    def has(self, object_id: ObjectId) -> bool:
+        """Return whether that object's file is known to exist."""
+        mask = self.namespaces[object_id.namespace].masks.get(object_id.key, 0)
+        return bool(mask >> object_id.rank & 1)
+
+    def validate(self) -> None:
+        """Check that every mask is within its namespace and not empty."""
+        for space in self.namespaces.values():
+            for key, mask in space.masks.items():
+                invariant(0 < mask <= space.full, "mask of a key is not one", key=key.hex(), mask=mask)

@@ -1,0 +1,488 @@
+"""
+Loads: what each waiting object waits for, and which file is opened and read next.
+
+Theory. An index of a load job becomes a *waiter*. A waiter waits for one of: a resident slot (then
+it is answered at once), a read of its object that somebody already wants (it joins), a store whose
+ranks are filling the object (it joins), or a read of its own. One object is read once, however many
+jobs, ranks and engines want it.
+
+    QUEUED ──OpenFile──► OPENING ──opened──► OPENED ──ReadFile──► READING ──► resident, all answered
+       └──────────── last waiter gone: forgotten, an open file is given back ───────────┘ (not READING)
+
+Opens run ahead of reads, bounded apart, so that metadata latency costs neither a slot nor depth. A
+size without free slots may hold only its part of that bound, so it cannot keep other sizes from
+opening. A read takes its slot last, when a slot and a place in the drive's depth are both there;
+nothing else is held while waiting, so no load waits for a slot that only its own later part could
+free, and a load larger than staging streams through. Clients take turns.
+
+A read past its deadline fails its waiters and is *late*: no new waiter joins it, its slot stays
+filling until it ends.
+"""
+
+import enum
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvpool.core.clients import Client, LoadJob, Waiter
+from kvpool.core.deadlines import Deadlines
+from kvpool.core.drive import Drive, Operation
+from kvpool.core.fair_queue import FairQueue
+from kvpool.core.key_index import KeyIndex
+from kvpool.core.object_events import (
+    Action,
+    CloseFile,
+    LoadWanted,
+    ObjectId,
+    OpenFile,
+    ReadFile,
+    SendLoadFailed,
+    SetAside,
+)
+from kvpool.core.residency import Residency
+from kvpool.core.slots import Slot, SlotPool, SlotStep
+from kvpool.errors import Code, ProtocolError, invariant
+
+
+class Phase(enum.Enum):
+    """How far a read has come."""
+
+    QUEUED = "queued"
+    OPENING = "opening"
+    OPENED = "opened"
+    READING = "reading"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Read(Operation):
+    """
+    One read of one object's file.
+
+    Attributes:
+        owner: The client whose turn it takes.
+        waiters: Who is answered when it ends; may be empty while OPENING or READING.
+        slot: Where to; set while READING.
+        late: It passed its deadline; nobody may join any more.
+    """
+
+    object: ObjectId
+    pool: SlotPool
+    owner: int
+    waiters: dict[Waiter, None] = field(default_factory=dict)
+    phase: Phase = Phase.QUEUED
+    slot: Slot | None = None
+    late: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """
+    The reads of one slot size.
+
+    Attributes:
+        queued: Not opened yet, in turns by client.
+        opened: Open, waiting for a slot and depth, oldest first.
+        opening: Opens in flight.
+    """
+
+    pool: SlotPool
+    queued: FairQueue[Read] = field(default_factory=FairQueue)
+    opened: dict[Read, None] = field(default_factory=dict)
+    opening: int = 0
+
+    @property
+    def places(self) -> int:
+        """Places of the look-ahead that it holds."""
+        return self.opening + len(self.opened)
+
+    def add_opened(self, read: Read) -> None:
+        """*read* waits for a slot and depth."""
+        self.opened[read] = None
+        self.pool.wanted = len(self.opened)
+
+    def remove_opened(self, read: Read) -> None:
+        """*read* waits no more."""
+        del self.opened[read]
+        self.pool.wanted = len(self.opened)
+
+
+def _join_nothing(_waiter: Waiter) -> bool:
+    return False
+
+
+class Loads:
+    """
+    All loads of one device.
+
+    Attributes:
+        reads: The read that new waiters of an object join.
+        lanes: One per slot size, in turns.
+        relieved: Clients with parked waiters that use less now.
+        join_store: Set by the table: lets a waiter wait for a store that is filling its object.
+        counts: Counters, shared with the table.
+    """
+
+    def __init__(
+        self, *, open_lookahead: int, deadline_ns: int, index: KeyIndex, residency: Residency, drive: Drive,
+        actions: list[Action], counts: dict[str, int],
+    ) -> None:  # fmt: skip
+        self.open_lookahead = open_lookahead
+        self.index = index
+        self.residency = residency
+        self.drive = drive
+        self.actions = actions
+        self.counts = counts
+        self.reads: dict[ObjectId, Read] = {}
+        self.lanes: deque[Lane] = deque()
+        self.lane_of: dict[SlotPool, Lane] = {}
+        self.deadlines: Deadlines[Waiter] = Deadlines(deadline_ns, lambda waiter, due_ns: waiter.due_ns == due_ns)
+        self.relieved: list[tuple[Client, SlotPool]] = []
+        self.join_store: Callable[[Waiter], bool] = _join_nothing
+
+    def add_pool(self, pool: SlotPool) -> None:
+        """Serve that slot size too."""
+        lane = Lane(pool)
+        self.lanes.append(lane)
+        self.lane_of[pool] = lane
+
+    # ------------------------------------------------------------ waiters come
+
+    def want(self, client: Client, event: LoadWanted, pools: dict[int, SlotPool], now_ns: int) -> None:
+        """Ask for objects of *client*; raises ProtocolError before anything changes."""
+        space, job_number, first, keys = client.space, event.job, event.first, event.keys
+        sizes = [space.size_of(key) for key in keys]
+        job = client.loads.get(job_number)
+        if job is not None and first < job.end:
+            raise ProtocolError("index of a load job asked for twice", job=job_number, index=first)
+        if not keys:
+            return
+        if job is None:
+            job = client.loads[job_number] = LoadJob(client, job_number)
+        job.end = first + len(keys)
+        self.counts["loads_wanted"] += len(keys)
+        waiters = [
+            Waiter(job, first + offset, ObjectId(space.namespace, key, client.rank), pools[size])
+            for offset, (key, size) in enumerate(zip(keys, sizes, strict=True))
+        ]
+        for waiter in waiters:
+            waiter.due_ns = self.deadlines.start(waiter, now_ns)
+            job.waiting[waiter.index] = waiter
+        for waiter in waiters:
+            self.place(waiter)
+
+    def refuse(self, event: LoadWanted, code: Code) -> None:
+        """Answer all of them with *code*."""
+        self.counts["loads_failed"] += len(event.keys)
+        self.actions.extend(
+            SendLoadFailed(client=event.client, job=event.job, index=event.first + offset, code=code)
+            for offset in range(len(event.keys))
+        )
+
+    def place(self, waiter: Waiter) -> None:
+        """Answer *waiter*, or let it wait for what will bring its object."""
+        slot = self.residency.objects.get(waiter.object)
+        if slot is not None:
+            if self.count(waiter):
+                self.serve(waiter, slot)
+            return
+        read = self.reads.get(waiter.object)
+        if read is None:
+            if self.join_store(waiter):
+                return
+            read = Read(object=waiter.object, pool=waiter.pool, owner=waiter.job.client.client)
+            self.reads[waiter.object] = read
+            self.lane_of[waiter.pool].queued.push(read.owner, read)
+        elif read.phase is Phase.READING and not self.count(waiter):
+            return
+        waiter.place = read
+        read.waiters[waiter] = None
+
+    def count(self, waiter: Waiter) -> bool:
+        """Count a slot as used for *waiter*; at its client's cap park it and return False."""
+        if waiter.counted:
+            return True
+        client = waiter.job.client
+        if client.capped(waiter.pool):
+            self.counts["loads_parked"] += 1
+            client.park(waiter)
+            return False
+        waiter.counted = True
+        client.begin_use(waiter.pool)
+        return True
+
+    # ------------------------------------------------------------ waiters go
+
+    def serve(self, waiter: Waiter, slot: Slot) -> None:
+        """Answer a counted waiter; it is where it waited no more."""
+        job = waiter.job
+        del job.waiting[waiter.index]
+        waiter.due_ns = 0
+        waiter.place = None
+        self.counts["loads_ready"] += 1
+        self.residency.pin(job, waiter.index, slot)
+
+    def fail(self, waiter: Waiter, code: Code) -> None:
+        """Answer a waiter that was taken from where it waited: its object will not come."""
+        self._forget(waiter)
+        self.counts["loads_failed"] += 1
+        self.counts[f"loads_failed_{code.name.lower()}"] += 1
+        job = waiter.job
+        self.actions.append(SendLoadFailed(client=job.client.client, job=job.job, index=waiter.index, code=code))
+
+    def _forget(self, waiter: Waiter) -> None:
+        job = waiter.job
+        del job.waiting[waiter.index]
+        waiter.due_ns = 0
+        if waiter.counted:
+            waiter.counted = False
+            self.end_use(job.client, waiter.pool)
+        job.maybe_forget()
+
+    def end_use(self, client: Client, pool: SlotPool) -> None:
+        """*client* uses one slot less; its parked waiters may go on."""
+        client.end_use(pool)
+        if client.parked.get(pool):
+            self.relieved.append((client, pool))
+
+    def _detach(self, waiter: Waiter) -> None:
+        """Take *waiter* from where it waits; what nobody waits for any more is not started."""
+        place = waiter.place
+        waiter.place = None
+        if place is None:
+            del waiter.job.client.parked[waiter.pool][waiter]
+            return
+        del place.waiters[waiter]
+        if isinstance(place, Read) and not place.waiters:
+            self._unwanted(place)
+
+    def _unwanted(self, read: Read) -> None:
+        lane = self.lane_of[read.pool]
+        if read.phase is Phase.QUEUED:
+            lane.queued.discard(read.owner, read)
+            del self.reads[read.object]
+        elif read.phase is Phase.OPENED:
+            lane.remove_opened(read)
+            self._close(read)
+
+    def _close(self, read: Read) -> None:
+        self.actions.append(CloseFile(op=read.op))
+        self._end(read)
+
+    def _end(self, read: Read) -> None:
+        self.drive.end(read)
+        if self.reads.get(read.object) is read:
+            del self.reads[read.object]
+
+    def cancel(self, client: Client, job_number: int) -> None:
+        """What is not answered of that job is not wanted any more, and gets no answer. An ended job has nothing."""
+        job = client.loads.get(job_number)
+        if job is not None:
+            self._cancel(job)
+
+    def _cancel(self, job: LoadJob) -> None:
+        for waiter in list(job.waiting.values()):
+            self._detach(waiter)
+            self._forget(waiter)
+
+    def release(self, client: Client, job_number: int, indices: list[int]) -> None:
+        """Copies out of these slots have ended; raises ProtocolError before anything changes."""
+        job = client.loads.get(job_number)
+        if job is None or len(set(indices)) != len(indices) or not all(index in job.pinned for index in indices):
+            raise ProtocolError("released a slot that it does not hold", client=client.client, job=job_number)
+        for index in indices:
+            slot = job.pinned.pop(index)
+            pool = slot.pool
+            self.residency.unpin(slot)
+            self.end_use(client, pool)
+        job.maybe_forget()
+
+    def leave(self, client: Client) -> None:
+        """*client* departed: nothing is answered, its pins wait for proof."""
+        for job in list(client.loads.values()):
+            self._cancel(job)
+            for slot in job.pinned.values():
+                self.residency.haunt(client, slot)
+            job.pinned.clear()
+        client.loads.clear()
+        client.parked.clear()
+
+    def expire(self, now_ns: int) -> None:
+        """Fail the waiters that are past their deadline."""
+        for waiter in self.deadlines.expired(now_ns):
+            self._detach(waiter)
+            self.fail(waiter, Code.DEADLINE)
+
+    # ------------------------------------------------------------ reads run
+
+    def pump(self, now_ns: int) -> None:
+        """Start what may start now."""
+        self._unpark()
+        self._start_reads(now_ns)
+        self._start_opens(now_ns)
+        self.drive.loads = len(self.reads)
+
+    def _unpark(self) -> None:
+        relieved, self.relieved = self.relieved, []
+        for client, pool in relieved:
+            parked = client.parked.get(pool)
+            while parked and not client.capped(pool):
+                waiter, _ = parked.popitem(last=False)
+                self.count(waiter)
+                self.place(waiter)
+
+    def relieve_all(self, clients: list[Client]) -> None:
+        """Caps may have changed: look at every parked waiter's client again."""
+        self.relieved.extend((client, pool) for client in clients for pool, parked in client.parked.items() if parked)
+
+    def _start_reads(self, now_ns: int) -> None:
+        lanes = self.lanes
+        idle = 0
+        while idle < len(lanes) and self.drive.may_read():
+            lane = lanes[0]
+            lanes.rotate(-1)
+            if lane.opened and lane.pool.free_for_loads():
+                idle = 0
+                self._start_read(lane, now_ns)
+            else:
+                idle += 1
+
+    def _start_read(self, lane: Lane, now_ns: int) -> None:
+        read = next(iter(lane.opened))
+        lane.remove_opened(read)
+        for waiter in list(read.waiters):
+            if not self.count(waiter):
+                del read.waiters[waiter]
+        if not read.waiters:
+            self._close(read)
+            return
+        read.phase = Phase.READING
+        read.slot = lane.pool.take(read.object, by_store=False)
+        self.drive.reads += 1
+        self.drive.resume(read, now_ns)
+        self.actions.append(ReadFile(op=read.op, object=read.object, slot=read.slot.ref))
+
+    def _start_opens(self, now_ns: int) -> None:
+        lanes = self.lanes
+        places = sum(lane.places for lane in lanes)
+        share = max(1, self.open_lookahead // max(1, len(lanes)))
+        idle = 0
+        while idle < len(lanes) and places < self.open_lookahead:
+            lane = lanes[0]
+            lanes.rotate(-1)
+            if lane.queued and lane.places < max(share, len(lane.pool.free)):
+                idle = 0
+                places += 1
+                self._start_open(lane, now_ns)
+            else:
+                idle += 1
+
+    def _start_open(self, lane: Lane, now_ns: int) -> None:
+        read = lane.queued.pop()
+        read.phase = Phase.OPENING
+        lane.opening += 1
+        op = self.drive.begin(read, now_ns)
+        self.actions.append(OpenFile(op=op, object=read.object))
+
+    # ------------------------------------------------------------ reads end
+
+    def file_opened(self, op: int, error: Code | None) -> None:
+        """An OpenFile ended."""
+        read = self.drive.find(op, Read)
+        invariant(read.phase is Phase.OPENING, "opened a file that was not to be opened", op=op)
+        lane = self.lane_of[read.pool]
+        lane.opening -= 1
+        self.drive.pause(read)
+        if error is not None:
+            self._failed(read, error)
+            return
+        self.index.add(read.object, self.actions)
+        if read.waiters:
+            read.phase = Phase.OPENED
+            lane.add_opened(read)
+        else:
+            self._close(read)
+
+    def file_read(self, op: int, error: Code | None) -> None:
+        """A ReadFile ended."""
+        read = self.drive.find(op, Read)
+        slot = read.slot
+        if slot is None:
+            invariant(False, "read a file that was not to be read", op=op)
+            return
+        self.drive.reads -= 1
+        read.slot = None
+        if error is not None:
+            slot.step(SlotStep.SPOIL)
+            self._failed(read, error)
+            return
+        self.counts["reads"] += 1
+        self.counts["read_bytes"] += read.pool.slot_bytes
+        self._end(read)
+        self.residency.fill(slot, held=False)
+        for waiter in read.waiters:
+            self.serve(waiter, slot)
+        read.waiters.clear()
+        self.residency.settle(slot)
+
+    def _failed(self, read: Read, error: Code) -> None:
+        self.counts["read_errors"] += 1
+        if error is Code.CORRUPT:
+            self.counts["corrupt"] += 1
+            self.actions.append(SetAside(object=read.object))
+        if error in (Code.CORRUPT, Code.MISSING):
+            self.index.remove(read.object, self.actions)
+        self._end(read)
+        self._fail_waiters(read, error)
+
+    def _fail_waiters(self, read: Read, error: Code) -> None:
+        waiters = list(read.waiters)
+        read.waiters.clear()
+        for waiter in waiters:
+            waiter.place = None
+            self.fail(waiter, error)
+
+    def read_late(self, read: Read) -> None:
+        """An open or a read is past its deadline: its waiters fail, itself stays in flight."""
+        read.late = True
+        if self.reads.get(read.object) is read:
+            del self.reads[read.object]
+        self._fail_waiters(read, Code.DEADLINE)
+
+    def object_stored(self, slot: Slot) -> None:
+        """A store made that object resident: whoever waits for a read of it has it now."""
+        read = self.reads.get(slot.object) if slot.object is not None else None
+        if read is None:
+            return
+        waiters = list(read.waiters)
+        read.waiters.clear()
+        self._unwanted(read)
+        for waiter in waiters:
+            waiter.place = None
+            self.place(waiter)
+
+    # ------------------------------------------------------------ looks
+
+    def validate(self) -> None:
+        """Check that queues, phases and bounds agree."""
+        places = sum(lane.places for lane in self.lanes)
+        invariant(places <= self.open_lookahead, "more opens than the look-ahead", places=places)
+        for lane in self.lanes:
+            for read in lane.queued:
+                invariant(read.phase is Phase.QUEUED, "queued read in another phase", phase=read.phase.value)
+                invariant(self.reads.get(read.object) is read, "queued read cannot be joined", object=read.object)
+            for read in lane.opened:
+                invariant(read.phase is Phase.OPENED, "opened read in another phase", phase=read.phase.value)
+            for read in (*lane.queued, *lane.opened):
+                invariant(bool(read.waiters), "a read nobody wants is not given back", object=read.object)
+        running = [read for read in self.drive.ops.values() if isinstance(read, Read)]
+        reading = sum(read.phase is Phase.READING for read in running)
+        opening = sum(read.phase is Phase.OPENING for read in running)
+        invariant(reading == self.drive.reads, "drive miscounts reads", reads=self.drive.reads)
+        invariant(opening == sum(lane.opening for lane in self.lanes), "lanes miscount opens", opening=opening)
+        for object_id, read in self.reads.items():
+            invariant(read.object == object_id, "read of another object", object=object_id)
+            invariant(not read.late, "a late read can be joined", object=object_id)
+            for waiter in read.waiters:
+                invariant(waiter.place is read, "waiter waits elsewhere", object=object_id)
+                reserved = waiter.counted or read.phase is not Phase.READING
+                invariant(reserved, "a slot is read for a waiter that does not count it", object=object_id)

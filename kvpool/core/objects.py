@@ -1,0 +1,313 @@
+"""
+The I/O worker's object table: the one door to everything that a device's worker decides.
+
+Theory. The shell (`procs/io_worker.py`) tells facts, :meth:`ObjectTable.handle` returns what to do
+about them. An event first changes what it is about, then the pumps run: stores are decided, reads
+started, files opened, writes started, as far as slots and depth allow. So every freed slot and every
+ended operation is used at once, by whoever has the best right to it, and no event needs to know who
+waits. The costs of an event do not grow with what is waiting.
+
+    key_index.py     which keys the device has            loads.py         waiters, opens, reads
+    slots.py         states and pools of slots            stores.py        offers, decisions, fills
+    residency.py     which object is in which slot        writes.py        publishing
+    clients.py       ranks, their jobs, their caps        drive.py         the device's depth
+
+A message that no honest peer sends raises ProtocolError before anything is changed: the shell
+closes that peer. An event that the shell or the coordinator cannot have sent raises InvariantError.
+"""
+
+from collections import Counter, defaultdict
+
+from kvpool.core.clients import Client
+from kvpool.core.drive import Drive
+from kvpool.core.key_index import KeyIndex
+from kvpool.core.loads import Loads, Read
+from kvpool.core.object_events import (
+    Action,
+    ClientJoined,
+    ClientLeft,
+    ClientProven,
+    DrainStarted,
+    Event,
+    FileOpened,
+    FileRead,
+    KeysFound,
+    LoadCancelled,
+    LoadWanted,
+    NamespaceAdded,
+    ObjectId,
+    ObjectPublished,
+    ReturnSegment,
+    SegmentAdded,
+    SegmentRecalled,
+    SlotsFilled,
+    SlotsReleased,
+    StoreCancelled,
+    StoreWanted,
+    TableSettings,
+    TimePassed,
+)
+from kvpool.core.residency import Cache, CacheOff, Residency
+from kvpool.core.slots import Segment, SlotPool, SlotState
+from kvpool.core.stores import Stores
+from kvpool.core.writes import Writes
+from kvpool.errors import Code, ProtocolError, invariant, unreachable
+
+
+class ObjectTable:
+    """
+    All decisions of one device's I/O worker.
+
+    Attributes:
+        pools: Slots by size.
+        clients: Attached ranks, and departed ones that are not proven gone, by number.
+        draining: Nothing new is taken.
+    """
+
+    def __init__(self, settings: TableSettings, *, cache: Cache | None = None) -> None:
+        self.settings = settings
+        self.pools: dict[int, SlotPool] = {}
+        self.clients: dict[int, Client] = {}
+        self.draining = False
+        self._actions: list[Action] = []
+        self._emptied: list[Segment] = []
+        self._segments: dict[int, Segment] = {}
+        self._now_ns = 0
+        self._counts: dict[str, int] = defaultdict(int)
+        self._index = KeyIndex()
+        self._residency = Residency(self._actions, cache or CacheOff())
+        self._drive = Drive(settings.iodepth, settings.writes_inflight_beside_loads, settings.op_deadline_ns)
+        self._loads = Loads(
+            open_lookahead=settings.open_lookahead, deadline_ns=settings.load_deadline_ns, index=self._index,
+            residency=self._residency, drive=self._drive, actions=self._actions, counts=self._counts,
+        )  # fmt: skip
+        self._writes = Writes(
+            full_backoff_ns=settings.device_full_backoff_ns, index=self._index, residency=self._residency,
+            drive=self._drive, actions=self._actions, counts=self._counts,
+        )  # fmt: skip
+        self._stores = Stores(
+            store_deadline_ns=settings.store_deadline_ns, fill_deadline_ns=settings.fill_deadline_ns,
+            index=self._index, residency=self._residency, loads=self._loads, writes=self._writes,
+            actions=self._actions, counts=self._counts,
+        )  # fmt: skip
+        self._loads.join_store = self._stores.join
+
+    def handle(self, event: Event, *, now_ns: int) -> list[Action]:
+        """
+        Take in one event and return what to do about it, in this order.
+
+        Args:
+            now_ns: Monotonic time, nanoseconds; a value below an earlier one counts as that.
+
+        Raises:
+            ProtocolError: The client's message makes no sense; nothing was changed.
+            InvariantError: The event cannot be, or the table is wrong: end the worker.
+        """
+        self._now_ns = now_ns = max(now_ns, self._now_ns)
+        self._expire(now_ns)
+        try:
+            self._apply(event, now_ns)
+        finally:
+            # Also after a ProtocolError: what the time changed has its actions, returned by the next call.
+            self._pump(now_ns)
+        actions = list(self._actions)
+        self._actions.clear()
+        return actions
+
+    def next_deadline_ns(self) -> int | None:
+        """Return when TimePassed must be told at the latest; None while nothing waits for time."""
+        queues = (
+            self._loads.deadlines, self._stores.decide_deadlines, self._stores.fill_deadlines,
+            self._stores.offer_deadlines, self._drive.deadlines,
+        )  # fmt: skip
+        return min((due_ns for queue in queues if (due_ns := queue.next_ns()) is not None), default=None)
+
+    def drained(self) -> bool:
+        """Return whether no object is being written, waits to be written, or may still be filled."""
+        return not self._writes.queue and self._drive.writes == 0 and not self._stores.filling
+
+    # ------------------------------------------------------------ events
+
+    def _apply(self, event: Event, now_ns: int) -> None:
+        match event:
+            case FileRead(op=op, error=error):
+                self._loads.file_read(op, error)
+            case FileOpened(op=op, error=error):
+                self._loads.file_opened(op, error)
+            case ObjectPublished(op=op, error=error):
+                self._writes.published(op, error, now_ns)
+            case LoadWanted():
+                self._load_wanted(event, now_ns)
+            case SlotsReleased(client=number, job=job, indices=indices):
+                self._loads.release(self._client(number), job, indices)
+            case LoadCancelled(client=number, job=job):
+                self._loads.cancel(self._client(number), job)
+            case StoreWanted(client=number):
+                self._stores.want(self._client(number), event, self.pools, now_ns)
+            case SlotsFilled(client=number, job=job, indices=indices):
+                self._stores.fill(self._client(number), job, indices)
+            case StoreCancelled(client=number, job=job, indices=indices):
+                self._stores.cancel(self._client(number), job, indices)
+            case KeysFound():
+                self._keys_found(event)
+            case TimePassed():
+                pass
+            case _:
+                self._apply_rare(event)
+
+    def _apply_rare(self, event: Event) -> None:
+        match event:
+            case NamespaceAdded(namespace=namespace, rank_count=rank_count, slot_bytes=slot_bytes):
+                self._index.add_namespace(namespace, rank_count, slot_bytes)
+                for size in slot_bytes.values():
+                    self._pool(size)
+            case SegmentAdded(segment=segment, slot_bytes=size, slot_count=slot_count):
+                invariant(segment not in self._segments, "a segment was granted twice", segment=segment)
+                self._segments[segment] = self._pool(size).add_segment(segment, slot_count)
+                self._caps_changed()
+            case SegmentRecalled(segment=segment):
+                self._segment_recalled(segment)
+            case ClientJoined():
+                self._client_joined(event)
+            case ClientLeft(client=number):
+                self._client_left(number)
+            case ClientProven(client=number):
+                self._client_left(number)
+                client = self.clients.pop(number, None)
+                if client is not None:
+                    self._residency.exorcise(client)
+            case DrainStarted():
+                self.draining = True
+                self._stores.accepting = False
+            case _:
+                unreachable("no such event", event=event)
+
+    def _load_wanted(self, event: LoadWanted, now_ns: int) -> None:
+        client = self._client(event.client)
+        if self.draining:
+            self._loads.refuse(event, Code.REFUSED)
+        else:
+            self._loads.want(client, event, self.pools, now_ns)
+
+    def _keys_found(self, event: KeysFound) -> None:
+        space = self._index.namespaces.get(event.namespace)
+        if space is None:
+            unreachable("files found of an unknown namespace", namespace=event.namespace)
+        if event.rank >= space.rank_count:
+            self._counts["foreign_ranks_found"] += 1
+            return
+        for key in event.keys:
+            self._index.add(ObjectId(event.namespace, key, event.rank), self._actions)
+
+    def _segment_recalled(self, segment: int) -> None:
+        home = self._segments.get(segment)
+        if home is None:
+            unreachable("a segment was recalled that is not ours", segment=segment)
+        if not home.recalled:
+            home.pool.recall_segment(home)
+
+    def _client_joined(self, event: ClientJoined) -> None:
+        invariant(event.client not in self.clients, "a client joined twice", client=event.client)
+        space = self._index.namespaces.get(event.namespace)
+        if space is None:
+            unreachable("a client of an unknown namespace joined", client=event.client, namespace=event.namespace)
+        invariant(0 <= event.rank < space.rank_count, "a client of a rank that is not one joined", rank=event.rank)
+        client = Client(event.client, event.engine, space, event.rank, self.settings.client_share)
+        self.clients[event.client] = client
+        for size in set(space.slot_bytes.values()):
+            engines = self.pools[size].engines
+            engines[client.engine] = engines.get(client.engine, 0) + 1
+
+    def _client_left(self, number: int) -> None:
+        client = self.clients.get(number)
+        if client is None or client.left:
+            return
+        client.left = True
+        self._loads.leave(client)
+        self._stores.leave(client)
+        client.used.clear()
+        for size in set(client.space.slot_bytes.values()):
+            engines = self.pools[size].engines
+            engines[client.engine] -= 1
+            if engines[client.engine] == 0:
+                del engines[client.engine]
+        if not client.ghosts:
+            del self.clients[number]
+        self._caps_changed()
+
+    # ------------------------------------------------------------ helpers
+
+    def _client(self, number: int) -> Client:
+        client = self.clients.get(number)
+        if client is None or client.left:
+            raise ProtocolError("not an attached client", client=number)
+        return client
+
+    def _pool(self, slot_bytes: int) -> SlotPool:
+        pool = self.pools.get(slot_bytes)
+        if pool is None:
+            pool = self.pools[slot_bytes] = SlotPool(slot_bytes, self.settings.iodepth, self._emptied)
+            self._loads.add_pool(pool)
+            self._stores.add_pool(pool)
+        return pool
+
+    def _caps_changed(self) -> None:
+        self._loads.relieve_all([client for client in self.clients.values() if not client.left])
+
+    def _expire(self, now_ns: int) -> None:
+        for operation in self._drive.late(now_ns):
+            self._counts["ops_late"] += 1
+            if isinstance(operation, Read):
+                self._loads.read_late(operation)
+        self._loads.expire(now_ns)
+        self._stores.expire(now_ns)
+
+    def _pump(self, now_ns: int) -> None:
+        self._stores.pump(now_ns)
+        self._loads.pump(now_ns)
+        self._writes.pump(now_ns)
+        for home in self._emptied:
+            del self._segments[home.segment]
+            self._actions.append(ReturnSegment(segment=home.segment))
+        self._emptied.clear()
+
+    # ------------------------------------------------------------ looks
+
+    def statistics(self) -> dict[str, int]:
+        """Return counters since the start, and what is waiting, in flight and in which state now."""
+        states: Counter[SlotState] = Counter()
+        for home in self._segments.values():
+            states.update(slot.state for slot in home.slots)
+        lanes = self._loads.lanes
+        return {
+            **self._counts,
+            **{f"slots_{state.value}": states[state] for state in SlotState},
+            "slots_by_store": sum(pool.store_held for pool in self.pools.values()),
+            "loads_waiting": sum(len(job.waiting) for client in self.clients.values() for job in client.loads.values()),
+            "opens_queued": sum(len(lane.queued) for lane in lanes),
+            "opens_inflight": sum(lane.opening for lane in lanes),
+            "files_open": sum(len(lane.opened) for lane in lanes),
+            "reads_inflight": self._drive.reads,
+            "writes_queued": len(self._writes.queue),
+            "writes_inflight": self._drive.writes,
+            "keys_filling": len(self._stores.filling),
+            "offers": len(self._stores.offers),
+            "clients": sum(not client.left for client in self.clients.values()),
+            "clients_unproven": sum(client.left for client in self.clients.values()),
+            "keys": sum(len(space.masks) for space in self._index.namespaces.values()),
+            "device_full": int(self._now_ns < self._writes.full_until_ns),
+        }
+
+    def validate(self) -> None:
+        """Check every invariant; raises InvariantError. For tests: it looks at everything."""
+        for pool in self.pools.values():
+            pool.validate()
+        self._index.validate()
+        self._residency.validate()
+        self._drive.validate()
+        self._loads.validate()
+        self._stores.validate()
+        self._writes.validate()
+        for client in self.clients.values():
+            client.validate()
+        invariant(not self._emptied, "an empty recalled segment was not returned")
