@@ -102,6 +102,12 @@ def prefault(fd: int, segment_bytes: int, progress: Callable[[int], None] | None
             progress(done)
 
 
+def punch_out(fd: int, segment_bytes: int) -> None:
+    """Give the pages of a segment back to the machine, also where somebody still maps it (and would read zeros)."""
+    with mmap.mmap(fd, segment_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE) as mapping:
+        mapping.madvise(mmap.MADV_REMOVE)
+
+
 def map_segment(fd: int, segment_bytes: int) -> mmap.mmap:
     """
     Map a segment for reading and writing; *fd* stays the caller's and may be closed.

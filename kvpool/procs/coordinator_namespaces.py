@@ -1,0 +1,79 @@
+"""
+The namespaces that a pool's clients brought, under the pool's numbers.
+
+Theory. A namespace is its fingerprint: bytes of equal fingerprint are interchangeable. Two clients
+that agree on the fingerprint but not on the rest disagree on what the bytes are, so the second is
+refused; so is a second fingerprint from one engine. Numbers are given once and stay for the pool's life.
+"""
+
+import re
+
+from kvpool.errors import ConfigError
+from kvpool.wire.messages import NamespaceSpec
+
+#: Namespaces that one pool serves in its life.
+NAMESPACES_MAX = 256
+RANKS_MAX = 1024
+GROUPS_MAX = 256
+
+_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+
+
+class Namespaces:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.specs: dict[int, NamespaceSpec] = {}
+        self._numbers: dict[str, int] = {}
+
+    def find(self, spec: NamespaceSpec) -> int | None:
+        """
+        Return the number of an open namespace, None if it is new.
+
+        Raises:
+            ConfigError: Not a sound specification, or not the one that is open under its fingerprint.
+        """
+        check_namespace(spec)
+        number = self._numbers.get(spec.fingerprint)
+        if number is None:
+            if len(self.specs) >= NAMESPACES_MAX:
+                raise ConfigError("the pool has served too many namespaces: restart it", namespaces_max=NAMESPACES_MAX)
+            return None
+        known = self.specs[number]
+        different = [name for name in spec.__struct_fields__ if getattr(spec, name) != getattr(known, name)]
+        if different:
+            raise ConfigError(
+                "namespace differs from the one open under the same fingerprint: all ranks and engines must agree",
+                different=", ".join(different),
+                model_name=spec.model_name,
+            )
+        return number
+
+    def open(self, spec: NamespaceSpec) -> int:
+        """Give a new namespace its number."""
+        number = len(self.specs) + 1
+        self.specs[number] = spec
+        self._numbers[spec.fingerprint] = number
+        return number
+
+
+def check_namespace(spec: NamespaceSpec) -> None:
+    """
+    Raise ConfigError unless *spec* is sound.
+
+    A name that becomes a component of a path may not lead out of it.
+    """
+    if not _FINGERPRINT.fullmatch(spec.fingerprint):
+        raise ConfigError("fingerprint must be 64 lower-case hex digits", key="fingerprint", value=spec.fingerprint)
+    for key in ("model_name", "dtype"):
+        value = getattr(spec, key)
+        if value in ("", ".", "..") or "/" in value or "\0" in value or len(value.encode()) > 200:
+            raise ConfigError("must be one path component of at most 200 bytes", key=key, value=value)
+    if not 1 <= spec.rank_count <= RANKS_MAX:
+        raise ConfigError(f"must be 1 to {RANKS_MAX}", key="rank_count", value=spec.rank_count)
+    groups = [group.group for group in spec.groups]
+    if not 1 <= len(groups) <= GROUPS_MAX or groups != sorted(set(groups)) or groups[0] < 0:
+        raise ConfigError(f"must be 1 to {GROUPS_MAX} different groups, ascending", key="groups", value=str(groups))
+    for group in spec.groups:
+        if group.object_bytes < 1:
+            raise ConfigError("must be at least 1", key=f"groups[{group.group}].object_bytes", value=group.object_bytes)
