@@ -1,1 +1,1 @@
-"""What lives inside vLLM's processes: turns every failure into a miss or a dropped store, never blocks, never raises."""
+"""What lives inside vLLM's processes: failures become misses or dropped stores; nothing blocks, nothing raises."""

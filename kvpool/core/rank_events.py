@@ -2,7 +2,7 @@
 What a rank's job table is told (events) and what it asks for (actions).
 
 Events are facts in the past tense, actions are verbs. `job` is the caller's number, unique per kind; `wire` is
-this table's own number for it, the one on the wire, never used twice. A *wire index* counts a job's objects of
+the client's own number for it, the one on the wire, never used twice. A *wire index* counts a job's objects of
 one device, as `wire/messages.py` says; an *index* counts all of them. A ticket names one launched batch of
 copies: every LaunchLoad and LaunchStore is ended by exactly one CopiesEnded with the same ticket.
 """
@@ -90,6 +90,7 @@ class LoadSubmitted:
     """The engine wants these objects; `devices[i]` is where the index says that `keys[i]` is."""
 
     job: int
+    wire: int
     keys: Sequence[bytes]
     devices: Sequence[int]
 
@@ -99,6 +100,7 @@ class StoreSubmitted:
     """The engine offers these objects of a request, in prefix order."""
 
     job: int
+    wire: int
     request: str
     keys: Sequence[bytes]
     devices: Sequence[int]

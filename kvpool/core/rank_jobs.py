@@ -203,7 +203,6 @@ class RankJobs:
         #: Gathered for the end of the round: (message, device, wire) -> wire indices.
         self._gathered: dict[tuple[type[SendRelease | SendFilled | SendStoreCancel], int, int], list[int]] = {}
         self._actions: list[Action] = []
-        self._wire_next = 1
         self._ticket_next = 1
         self._counts: Counter[str] = Counter()
 
@@ -296,9 +295,7 @@ class RankJobs:
 
     def _load_submitted(self, event: LoadSubmitted, now_ns: int) -> None:
         deadline_ns = now_ns + (self._pool.load_deadline_ns if self._pool else 0)
-        load = _Load(
-            job=event.job, wire=self._new_wire(), keys=event.keys, devices=event.devices, deadline_ns=deadline_ns
-        )
+        load = _Load(job=event.job, wire=event.wire, keys=event.keys, devices=event.devices, deadline_ns=deadline_ns)
         load.states = [LoadState.WANTED] * len(load.keys)
         self._loads[load.wire] = load
         self._counts["loads_submitted"] += 1
@@ -410,7 +407,7 @@ class RankJobs:
     def _store_submitted(self, event: StoreSubmitted, now_ns: int) -> None:
         store = _Store(
             job=event.job,
-            wire=self._new_wire(),
+            wire=event.wire,
             keys=event.keys,
             devices=event.devices,
             deadline_ns=now_ns + (self._pool.store_deadline_ns if self._pool else 0),
@@ -729,11 +726,6 @@ class RankJobs:
     def _jobs(self) -> Iterable[_Job]:
         yield from self._loads.values()
         yield from self._stores.values()
-
-    def _new_wire(self) -> int:
-        wire = self._wire_next
-        self._wire_next += 1
-        return wire
 
     def _gather(
         self, message: type[SendRelease | SendFilled | SendStoreCancel], device: int, wire: int, wire_index: int
