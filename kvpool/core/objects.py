@@ -273,6 +273,12 @@ class ObjectTable:
 
     # ------------------------------------------------------------ looks
 
+    def load_backlog_bytes(self) -> int:
+        """Return the bytes that loads still wait for; what is being read counts as the largest size in use."""
+        lanes = self._loads.lanes
+        waiting = sum((len(lane.queued) + lane.places) * lane.pool.slot_bytes for lane in lanes)
+        return waiting + self._drive.reads * max((lane.pool.slot_bytes for lane in lanes), default=0)
+
     def statistics(self) -> dict[str, int]:
         """Return counters since the start, and what is waiting, in flight and in which state now."""
         states: Counter[SlotState] = Counter()

@@ -29,7 +29,7 @@ from kvpool import config
 from kvpool.core import object_events as events
 from kvpool.core.objects import ObjectTable
 from kvpool.core.speed import SpeedMeter
-from kvpool.errors import Code, Exit, HostError, InvariantError, KvpoolError, ProtocolError, invariant
+from kvpool.errors import Exit, HostError, InvariantError, KvpoolError, ProtocolError, invariant
 from kvpool.health import facts
 from kvpool.io import ring_engine, shm
 from kvpool.io.channel import Channel, PeerGone, adopt
@@ -189,6 +189,7 @@ class IoWorker:
                 self._send_control(wire.Report(report=report, facts=self._facts()))
             case wire.Drain():
                 self._draining = True
+                self._handle(events.DrainStarted())
             case _:
                 raise ProtocolError("message not for a running worker", type=type(message).__name__)
 
@@ -244,27 +245,13 @@ class IoWorker:
             if mask & select.EPOLLOUT:
                 channel.flush()
             for message, _ in channel.receive():
-                if not (self._draining and self._refuse(client, message)):
-                    self._handle(_rank_event(client, message))
+                self._handle(_rank_event(client, message))
         except PeerGone:
             self._leave(client)
         except ProtocolError as error:
             log.warning("device %s: closing client %d: %s", self._device.name, client, error)
             self._count("protocol")
             self._leave(client)
-
-    def _refuse(self, client: int, message: wire.Message) -> bool:
-        """While draining, answer what would begin something new; False where *message* only goes on with the old."""
-        match message:
-            case wire.Load(job=job, first=first, keys=keys):
-                for index in range(first, first + len(keys)):
-                    self._outbox.add(events.SendLoadFailed(client=client, job=job, index=index, code=Code.REFUSED))
-            case wire.Store(job=job, first=first, keys=keys):
-                for index in range(first, first + len(keys)):
-                    self._outbox.add(events.SendDropped(client=client, job=job, index=index))
-            case _:
-                return False
-        return True
 
     def _send_rank(self, client: int, message: wire.Message) -> None:
         channel = self._ranks.get(client)
@@ -435,8 +422,8 @@ class IoWorker:
             facts.SPACE_TOTAL_BYTES: space.f_blocks * space.f_frsize,
             facts.QUEUE_MESSAGES: sum(channel.queue_length for channel in (self._control, *self._ranks.values())),
         }
-        told |= self._engine.statistics()
-        told |= self._table.statistics()
+        told |= _facts_of_table(self._table.statistics())
+        told |= _facts_of_engine(self._engine.statistics())
         told |= {facts.errors(name): count for name, count in self._errors.items()}
         return told
 
@@ -458,6 +445,32 @@ def _rank_event(client: int, message: wire.Message) -> events.Event:
             return events.StoreCancelled(client=client, job=job, indices=indices)
         case _:
             raise ProtocolError("message not for a worker", type=type(message).__name__)
+
+
+def _facts_of_table(counted: dict[str, int]) -> dict[str, str | int | float | bool]:
+    return {
+        facts.QUEUE_LOAD: counted["opens_queued"],
+        facts.QUEUE_STORE: counted["writes_queued"],
+        facts.IN_FLIGHT_OPENS: counted["opens_inflight"] + counted["files_open"],
+        facts.IN_FLIGHT_READS: counted["reads_inflight"],
+        facts.IN_FLIGHT_WRITES: counted["writes_inflight"],
+        facts.SLOTS_FREE: counted["slots_free"],
+        facts.SLOTS_FILLING: counted["slots_filling"],
+        facts.SLOTS_RESIDENT: counted["slots_resident"],
+        facts.SLOTS_QUARANTINED: counted["slots_quarantined"],
+        facts.INDEX_OBJECTS: counted["keys"],
+        facts.LOADS: counted.get("loads_ready", 0),
+        facts.STORES: counted.get("writes", 0) - counted.get("write_errors", 0),
+        facts.STORES_DROPPED: counted.get("keys_dropped", 0),
+        facts.STORES_EXISTED: counted.get("keys_existing", 0),
+        facts.BYTES_LOADED: counted.get("read_bytes", 0),
+        facts.BYTES_STORED: counted.get("write_bytes", 0),
+        facts.SET_ASIDE: counted.get("corrupt", 0),
+    } | {f"table_{name}": count for name, count in counted.items()}
+
+
+def _facts_of_engine(counted: dict[str, int | float | str]) -> dict[str, str | int | float | bool]:
+    return {f"engine_{name}": value for name, value in counted.items()}
 
 
 def _table_settings(device: int, settings: config.Settings) -> events.TableSettings:
