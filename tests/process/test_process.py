@@ -65,7 +65,8 @@ def test_a_detached_program_is_nobodys_child_and_in_a_session_of_its_own() -> No
     read, write = os.pipe()
     hold_read, hold_write = os.pipe()
     code = (
-        f"import os\nos.write({write}, f'{{os.getpid()}} {{os.getsid(0)}} {{os.getppid()}}'.encode())\nos.close({write})\n"
+        f"import os\nos.write({write}, f'{{os.getpid()}} {{os.getsid(0)}} {{os.getppid()}}'.encode())\n"
+        f"os.close({write})\n"
         f"os.read({hold_read}, 1)"
     )
     between = spawn(_python(code), [write, hold_read], detached=True)

@@ -1,0 +1,131 @@
+"""
+vLLM's `kv_connector_extra_config` to the pool's settings.
+
+Theory. Without a TOML file, a few keys describe one device and one pool. Every key is one of: a setting of ours;
+the name of a feature that does not exist yet, which may be spelled as switched off and is refused otherwise;
+vLLM's own, which is passed over; or unknown, which is an error. `kvpool_config` names a TOML file and wins.
+
+Does not cover: settings that vLLM itself reads from there.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from kvpool.config import (
+    GIB,
+    DeviceSettings,
+    PoolSettings,
+    Settings,
+    check_settings,
+    checked,
+    default_run_dir,
+    fields_of,
+    load_settings,
+    refuse_unknown,
+    wrong,
+)
+from kvpool.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+#: What errors call the place of these keys.
+SOURCE = "kv_connector_extra_config"
+#: The one device's name.
+DEVICE_NAME = "storage"
+
+#: vLLM reads these itself, from the same dictionary.
+VLLM_KEYS = (
+    "spec_name",
+    "spec_module_path",
+    "block_size",
+    "blocks_per_chunk",
+    "offload_prompt_only",
+    "self_describing_kv_events",
+    "sync_load_budget_bytes",
+    "canonical_layout",
+    "connectors",
+)
+
+_DEVICE_KEYS = ("iodepth", "open_lookahead", "sync_on_store")
+_STAGING_GIB_MAX = 1 << 20
+
+
+class _Refusal(NamedTuple):
+    """A key that may only have a value that changes nothing."""
+
+    harmless: Callable[[Any], bool]
+    allowed: str
+
+
+def _is(*values: object) -> Callable[[Any], bool]:
+    return lambda value: any(value is known or (type(value) is type(known) and value == known) for known in values)
+
+
+_REFUSALS = {
+    "enable_preload": _Refusal(_is(False), "false; preload is not there yet"),
+    "preload_lookahead_requests": _Refusal(_is(0), "0; preload is not there yet"),
+    "preload_share_staging": _Refusal(_is(True), "true; an object always has one read and one slot, whoever wants it"),
+    "staging_cache": _Refusal(_is("off"), '"off"; the staging cache is not there yet'),
+    "prefix_cache_break_even_path": _Refusal(_is(None), "nothing; break-even files are not there yet"),
+    "load_planner": _Refusal(_is("off"), '"off"; the load planner is not there yet'),
+    "load_planner_defer_tolerance": _Refusal(_is(), "nothing; the load planner is not there yet"),
+    "load_planner_defer_deadline_max_s": _Refusal(_is(), "nothing; the load planner is not there yet"),
+    "canonical_layout": _Refusal(_is(False, None), "false; kvpool stores each rank's own layout"),
+}
+
+_KEYS = ("kvpool_config", "shared_storage_path", "staging_mem", *_DEVICE_KEYS, *_REFUSALS, *VLLM_KEYS)
+
+
+def settings_from_connector(extra: Mapping[str, Any]) -> Settings:
+    """
+    Return the settings that an engine's connector configuration asks for.
+
+    Raises:
+        ConfigError: names the key, its value, and what is allowed; a key without its feature says "not there yet".
+    """
+    if not all(isinstance(key, str) for key in extra):
+        raise ConfigError("keys must be text", file=SOURCE)
+    refuse_unknown(extra, _KEYS, file=SOURCE, section="")
+    for key, refusal in _REFUSALS.items():
+        if key in extra and not refusal.harmless(extra[key]):
+            raise wrong(SOURCE, key, extra[key], refusal.allowed)
+    if extra.get("kvpool_config") is not None:
+        return _from_file(extra)
+    return _embedded(extra)
+
+
+def _from_file(extra: Mapping[str, Any]) -> Settings:
+    file = extra["kvpool_config"]
+    if not isinstance(file, str) or not file.startswith("/"):
+        raise wrong(SOURCE, "kvpool_config", file, "an absolute path of a TOML file")
+    beside = [key for key in ("shared_storage_path", "staging_mem", *_DEVICE_KEYS) if key in extra]
+    if beside:
+        _log.warning("%s: %s decides; not used: %s", SOURCE, file, ", ".join(beside))
+    return load_settings(file)
+
+
+def _embedded(extra: Mapping[str, Any]) -> Settings:
+    if "shared_storage_path" not in extra:
+        allowed = "an absolute path of a directory (or kvpool_config, an absolute path of a TOML file)"
+        raise ConfigError("setting is missing", file=SOURCE, key="shared_storage_path", allowed=allowed)
+    path = extra["shared_storage_path"]
+    if not isinstance(path, str) or not path.startswith("/"):
+        raise wrong(SOURCE, "shared_storage_path", path, "an absolute path of a directory")
+    fields = {field.key: field for field in fields_of(DeviceSettings)}
+    values = {key: checked(extra[key], fields[key], key, file=SOURCE) for key in _DEVICE_KEYS if key in extra}
+    values.setdefault("open_lookahead", values.get("iodepth", fields["iodepth"].default))
+    device = DeviceSettings(name=DEVICE_NAME, path=path, **values)
+    pool = PoolSettings(run_dir="", staging_bytes=_staging_bytes(extra.get("staging_mem", 1)))
+    unplaced = Settings(pool=pool, device=[device])
+    pool = PoolSettings(run_dir=default_run_dir(unplaced), staging_bytes=pool.staging_bytes)
+    settings = Settings(pool=pool, device=[device])
+    check_settings(settings, file=SOURCE)
+    return settings
+
+
+def _staging_bytes(value: object) -> int:
+    """`staging_mem` is in GiB, and may be broken."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0.001 <= value <= _STAGING_GIB_MAX:
+        return int(value * GIB)
+    raise wrong(SOURCE, "staging_mem", value, f"a number of GiB from 0.001 to {_STAGING_GIB_MAX}")
