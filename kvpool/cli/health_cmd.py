@@ -14,7 +14,7 @@ from rich.console import Console
 
 from kvpool.client import admin
 from kvpool.config import load_settings
-from kvpool.errors import ConfigError, Exit, KvpoolError, PoolUnavailable
+from kvpool.errors import Exit, PoolUnavailable
 from kvpool.health import gather, process_facts, render
 
 #: Width of the tables where the output is no terminal.
@@ -43,22 +43,18 @@ def health(
     """
     if (config is None) == (run_dir is None):
         raise typer.BadParameter("give one of --config FILE and --run-dir DIR")
-    console = Console() if Console().is_terminal else Console(width=PIPE_COLUMNS)
+    where = str(run_dir) if run_dir is not None else load_settings(str(config)).pool.run_dir
     try:
-        where = str(run_dir) if run_dir is not None else load_settings(config).pool.run_dir
         told = admin.health(where)
     except PoolUnavailable as error:
-        if as_json:
-            print(json.dumps({"healthy": False, "error": error.to_wire()}, indent=2))
-        else:
-            Console(stderr=True).print(f"no pool answers: {error}", markup=False)
+        if not as_json:
+            raise
+        print(json.dumps({"healthy": False, "error": error.to_wire()}, indent=2))
         raise typer.Exit(Exit.NOT_THERE) from None
-    except KvpoolError as error:
-        Console(stderr=True).print(str(error), markup=False)
-        raise typer.Exit(Exit.CONFIG if isinstance(error, ConfigError) else Exit.NOT_THERE) from None
     report = gather.report_of(told, process_facts.sample(gather.pids_of(told), interval_s=interval))
     if as_json:
         print(render.to_json(report))
     else:
+        console = Console() if Console().is_terminal else Console(width=PIPE_COLUMNS)
         console.print(render.to_tables(report))
     raise typer.Exit(Exit.OK if report.healthy else Exit.DEGRADED)
