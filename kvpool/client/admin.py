@@ -1,0 +1,103 @@
+"""
+Asking a pool for its health, and telling it to stop: for the command line, one connection per question.
+
+Blocks, up to a deadline.
+"""
+
+import os
+import select
+import time
+from collections.abc import Iterator
+
+import kvpool
+from kvpool.client.launch import connect_pool
+from kvpool.errors import KvpoolError, PeerGone, PoolUnavailable
+from kvpool.io.channel import Channel
+from kvpool.wire import messages as msg
+
+#: Time for a pool to answer. It asks its own processes first and gives each its own, shorter deadline.
+ANSWER_S = 5.0
+#: Time for a pool to write what is filled and end.
+STOP_S = 60.0
+
+
+def health(run_dir: str, *, timeout_s: float = ANSWER_S) -> msg.Health:
+    """
+    Return the state of the whole pool.
+
+    Raises:
+        PoolUnavailable: No pool answers in time.
+        KvpoolError: The pool refuses.
+    """
+    pool: dict[str, str | int | float | bool] = {}
+    rows: list[dict[str, str | int | float | bool]] = []
+    channel = _greeted(run_dir)
+    try:
+        channel.send(msg.HealthWanted())
+        for message in _answers(channel, timeout_s):
+            if isinstance(message, msg.Health):
+                pool.update(message.pool)
+                rows.extend(message.rows)
+                if not message.more:
+                    return msg.Health(pool=pool, rows=rows)
+    except PeerGone as error:
+        raise PoolUnavailable("the pool ended meanwhile", run_dir=run_dir) from error
+    finally:
+        channel.close()
+    raise PoolUnavailable("the pool does not answer", run_dir=run_dir, waited_s=timeout_s)
+
+
+def stop(run_dir: str, *, timeout_s: float = STOP_S) -> None:
+    """
+    Let the pool write what is filled and end; return when it has ended.
+
+    Raises:
+        PoolUnavailable: No pool is there, or it does not end in time.
+        KvpoolError: The pool refuses.
+    """
+    channel = _greeted(run_dir)
+    try:
+        channel.send(msg.StopWanted())
+        for _ in _answers(channel, timeout_s):
+            pass
+    except PeerGone:
+        return
+    finally:
+        channel.close()
+    raise PoolUnavailable("the pool does not end", run_dir=run_dir, waited_s=timeout_s)
+
+
+def _greeted(run_dir: str) -> Channel:
+    channel = Channel(connect_pool(run_dir), msg.CoordinatorToClient)
+    hello = msg.Hello(
+        protocol=msg.PROTOCOL_VERSION,
+        version=kvpool.__version__,
+        role="admin",
+        engine="",
+        rank=-1,
+        pid=os.getpid(),
+    )
+    try:
+        channel.send(hello)
+    except PeerGone as error:
+        channel.close()
+        raise PoolUnavailable("the pool ended meanwhile", run_dir=run_dir) from error
+    return channel
+
+
+def _answers(channel: Channel, timeout_s: float) -> Iterator[msg.Message]:
+    """Yield what the pool says until *timeout_s* has passed."""
+    deadline = time.monotonic() + timeout_s
+    poll = select.poll()
+    while (left_s := deadline - time.monotonic()) > 0:
+        poll.register(channel.fileno(), select.POLLIN | (select.POLLOUT if channel.wants_write else 0))
+        poll.poll(left_s * 1000)
+        channel.flush()
+        for message, fds in channel.receive():
+            for fd in fds:
+                os.close(fd)
+            if isinstance(message, msg.Refused):
+                raise KvpoolError.from_wire(
+                    {"code": message.code, "message": message.message, "context": message.context}
+                )
+            yield message

@@ -1,0 +1,303 @@
+"""
+The scheduler client: what vLLM's scheduler asks of the pool, answered from memory.
+
+Theory. All it knows is in `core/requests.py`; this is its shell. No thread and no wait: the socket is read inside
+the scheduler's own calls (`pump`, one system call when there is nothing), and written without blocking. Where no
+pool answers, everything is a miss at once, and every RETRY_S_MIN to RETRY_S_MAX one of the calls tries to connect
+(a system call that never waits). It never starts a pool: the ranks do. When attached again, it announces again.
+
+Whatever goes wrong makes misses. A bug (InvariantError) or an unknown error disables the client for good: it is
+logged once, and everything is a miss from then on.
+"""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import kvpool
+from kvpool.client.launch import ClientConfig, connect_pool
+from kvpool.core.placement import device_of
+from kvpool.core.requests import AnnouncedRequests, Hit, Later, Lookup, Miss
+from kvpool.errors import HostError, InvariantError, KvpoolError, PeerGone, ProtocolError
+from kvpool.io.channel import Channel
+from kvpool.wire import messages as msg
+from kvpool.wire.codec import split
+
+__all__ = ["Hit", "Later", "Lookup", "Miss", "SchedulerClient"]
+
+log = logging.getLogger(__name__)
+
+RETRY_S_MIN = 0.2
+RETRY_S_MAX = 5.0
+#: Time for a coordinator to answer a Hello.
+GREETING_S = 5.0
+#: Rounds of reading in one pump, so that a talkative pool cannot hold the scheduler.
+_READS_MAX = 4
+
+_DISABLED = Miss("disabled")
+_T = TypeVar("_T")
+
+
+class SchedulerClient:
+    """
+    One engine's scheduler side of the pool. Used from one thread; no call waits, none raises.
+
+    Args:
+        config: Where the pool is; a pool is never started from here.
+        namespace: What this engine stores.
+        engine: Identifies the engine; the same on its ranks.
+    """
+
+    def __init__(self, config: ClientConfig, namespace: msg.NamespaceSpec, *, engine: str) -> None:
+        self._config = config
+        self._namespace = namespace
+        self._engine = engine
+        self._table = AnnouncedRequests()
+        self._channel: Channel | None = None
+        self._welcome: msg.Welcome | None = None
+        self._devices: dict[int, msg.DeviceState] = {}
+        self._healthy: tuple[bool, ...] = ()
+        self._withdrawn: list[str] = []
+        self._retry_s = RETRY_S_MIN
+        #: When to attempt a connection, or, while greeting, to give it up.
+        self._due_ns = 0
+        self._trouble = ""
+        self._disabled = False
+        self._started_ns = time.monotonic_ns()
+        self.pump()
+
+    # ------------------------------------------------------------ requests
+
+    def announce(self, request: str, keys: Sequence[bytes], priority: int = 0) -> None:
+        """A request arrived that may want *keys*, in order; for a known request, these come behind the others."""
+        self._guarded(lambda: self._announce(request, keys, priority), None)
+
+    def withdraw(self, request: str) -> None:
+        """A request finished, was aborted, or no longer waits. Told to the pool at the next `pump`."""
+        self._guarded(lambda: self._withdraw(request), None)
+
+    def lookup(self, request: str, key: bytes) -> Lookup:
+        """Answer for one key of an announced request, from memory."""
+        if self._disabled:
+            return _DISABLED
+        return self._table.lookup(request, key, now_ns=time.monotonic_ns())
+
+    def pump(self) -> None:
+        """Take in what the pool said, tell it what has to be told, look after time and connection. Once per step."""
+        self._guarded(self._pump, None)
+
+    # ------------------------------------------------------------ stores
+
+    def place_store(self, request: str, key: bytes, position: int, first_key: bytes) -> int:
+        """
+        Return the device to store *key* on: where the index has it, else by the rule of placement.
+
+        Args:
+            request: The request that stores it.
+            position: Index of the chunk in its prefix.
+            first_key: Key of the prefix's first chunk.
+        """
+        found = self.lookup(request, key)
+        if isinstance(found, Hit):
+            return found.device
+        if self._welcome is None or not self._healthy:
+            return 0
+        return device_of(self._welcome.device_weights, self._healthy, first_key, position) or 0
+
+    def store_offered(self, request: str, keys: Sequence[bytes]) -> None:
+        """*request*'s stores of *keys* were handed to the ranks: until they end, the keys are "later"."""
+        self._guarded(lambda: self._table.offer(request, keys, now_ns=time.monotonic_ns()), None)
+
+    def request_cut(self, request: str) -> bool:
+        """Tell whether a store of *request* was dropped: nothing behind it is worth storing."""
+        return self._disabled or self._table.request_cut(request)
+
+    # ------------------------------------------------------------ the pool
+
+    @property
+    def connected(self) -> bool:
+        """A pool has welcomed this scheduler, and answers."""
+        return self._welcome is not None and not self._disabled and not self._table.silent
+
+    @property
+    def settings(self) -> msg.ClientSettings | None:
+        """What the pool's configuration says to clients; None while unconnected."""
+        return self._welcome.settings if self._welcome is not None else None
+
+    @property
+    def devices(self) -> list[str]:
+        """Names of the devices, in index order; empty while unconnected."""
+        return self._welcome.devices if self._welcome is not None else []
+
+    def device_states(self) -> dict[int, msg.DeviceState]:
+        """Return the latest state of each device that the pool told."""
+        return self._devices
+
+    def facts(self) -> dict[str, str | int | float | bool]:
+        """Return what this client tells about itself for health."""
+        return {
+            "role": "scheduler",
+            "pid": os.getpid(),
+            "state": "down" if self._disabled else "running" if self.connected else "starting",
+            "engine": self._engine,
+            "model": self._namespace.model_name,
+            "uptime_s": (time.monotonic_ns() - self._started_ns) / 1e9,
+            **self._table.statistics(),
+        }
+
+    def close(self) -> None:
+        """Leave the pool."""
+        self._drop_channel()
+        self._disabled = True
+
+    # ------------------------------------------------------------ inside
+
+    def _guarded(self, call: Callable[[], _T], otherwise: _T) -> _T:
+        """Run *call* at the border to the engine: nothing is raised into it."""
+        if self._disabled:
+            return otherwise
+        try:
+            return call()
+        except Exception as error:  # border: the engine's scheduler must go on
+            self._disabled = True
+            kind = "a bug in kvpool" if isinstance(error, InvariantError) else "an unexpected error"
+            log.error("kvpool is disabled in the scheduler by %s; %r", kind, self.facts(), exc_info=error)
+            with contextlib.suppress(Exception):
+                self._drop_channel()
+            return otherwise
+
+    def _announce(self, request: str, keys: Sequence[bytes], priority: int) -> None:
+        first = self._table.announce(request, keys, priority, now_ns=time.monotonic_ns())
+        if self._welcome is not None:
+            self._send_withdrawn()
+            self._send_announce(request, first, keys, priority)
+
+    def _withdraw(self, request: str) -> None:
+        if self._table.withdraw(request) and self._welcome is not None:
+            self._withdrawn.append(request)
+
+    def _pump(self) -> None:
+        now_ns = time.monotonic_ns()
+        if self._channel is None:
+            if now_ns >= self._due_ns:
+                self._connect(now_ns)
+        else:
+            self._read(self._channel)
+        if self._channel is not None and self._welcome is None and now_ns >= self._due_ns:
+            self._lose("it does not answer the greeting")
+        self._send_withdrawn()
+        if self._channel is not None and self._channel.wants_write:
+            self._written(self._channel.flush)
+        self._table.time_passed(now_ns=now_ns)
+
+    def _connect(self, now_ns: int) -> None:
+        try:
+            self._channel = Channel(connect_pool(self._config.run_dir), msg.CoordinatorToClient)
+        except KvpoolError as error:
+            self._later(f"no pool, everything is a miss: {error}")
+            return
+        self._due_ns = now_ns + int(GREETING_S * 1e9)
+        hello = msg.Hello(
+            protocol=msg.PROTOCOL_VERSION,
+            version=kvpool.__version__,
+            role="scheduler",
+            engine=self._engine,
+            rank=-1,
+            pid=os.getpid(),
+            namespace=self._namespace,
+        )
+        self._send(hello)
+
+    def _read(self, channel: Channel) -> None:
+        try:
+            for _ in range(_READS_MAX):
+                received = channel.receive()
+                for message, fds in received:
+                    for fd in fds:  # none is meant for a scheduler
+                        os.close(fd)
+                    self._hear(message)
+                if not received or self._channel is None:
+                    return
+        except (PeerGone, ProtocolError) as error:
+            self._lose(str(error))
+
+    def _hear(self, message: msg.Message) -> None:
+        match message:
+            case msg.Welcome():
+                self._join(message)
+            case msg.Refused():
+                self._lose(f"refused: {message.message} {message.context}")
+            case msg.Status():
+                self._table.status_told(
+                    message.request, message.first, message.flags, message.devices, complete=message.complete
+                )
+            case msg.KeysChanged(entries=entries):
+                self._table.keys_changed(entries)
+            case msg.StoresEnded(kept=kept, dropped=dropped):
+                self._table.stores_ended(kept, dropped)
+            case msg.DevicesChanged(devices=devices):
+                self._table.heard()
+                self._devices.update((state.device, state) for state in devices)
+                self._weigh()
+            case msg.ReportWanted(report=report):
+                self._table.heard()
+                self._send(msg.Report(report=report, facts=self.facts()))
+
+    def _join(self, welcome: msg.Welcome) -> None:
+        self._welcome = welcome
+        self._retry_s, self._trouble = RETRY_S_MIN, ""
+        self._weigh()
+        log.info("kvpool: scheduler joined pool generation %d as client %d", welcome.generation, welcome.client)
+        again = self._table.pool_joined(int(welcome.settings.store_deadline_s * 1e9), now_ns=time.monotonic_ns())
+        for request, keys, priority in again:
+            self._send_announce(request, 0, keys, priority)
+
+    def _weigh(self) -> None:
+        count = len(self._welcome.devices) if self._welcome is not None else 0
+        self._healthy = tuple(device not in self._devices or self._devices[device].healthy for device in range(count))
+
+    def _send_announce(self, request: str, first: int, keys: Sequence[bytes], priority: int) -> None:
+        parts = list(split(keys))
+        for number, (offset, part) in enumerate(parts):
+            more = number + 1 < len(parts)
+            self._send(msg.Announce(request=request, first=first + offset, keys=part, more=more, priority=priority))
+
+    def _send_withdrawn(self) -> None:
+        if self._withdrawn and self._welcome is not None:
+            withdrawn, self._withdrawn = self._withdrawn, []
+            for part in range(0, len(withdrawn), msg.ITEMS_MAX // 8):
+                self._send(msg.Withdraw(requests=withdrawn[part : part + msg.ITEMS_MAX // 8]))
+
+    def _send(self, message: msg.Message) -> None:
+        channel = self._channel
+        if channel is not None:
+            self._written(lambda: channel.send(message))
+
+    def _written(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except (PeerGone, ProtocolError, HostError) as error:
+            self._lose(str(error))
+
+    def _lose(self, why: str) -> None:
+        self._drop_channel()
+        self._later(f"pool lost, everything is a miss until it is back: {why}")
+
+    def _drop_channel(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = self._welcome = None
+        self._devices = {}
+        self._withdrawn.clear()
+        self._table.pool_lost()
+
+    def _later(self, what: str) -> None:
+        """Attempt again after a while; say so once for each change."""
+        self._due_ns = time.monotonic_ns() + int(self._retry_s * 1e9)
+        self._retry_s = min(self._retry_s * 2, RETRY_S_MAX)
+        if what != self._trouble:
+            self._trouble = what
+            log.warning("kvpool: %s", what)
