@@ -237,6 +237,10 @@ class UringRing:
         if not uring.io_uring_sq_ready(self._ring):
             self._kept.clear()
 
+    def ready(self) -> bool:
+        """Tell whether something ended inside submit: with DEFER_TASKRUN nobody who polls `fd` is woken for it."""
+        return bool(uring.io_uring_cq_ready(self._ring))
+
     def reap(self) -> list[tuple[int, int]]:
         """Return (token, result) of every request that has ended."""
         if not self.in_flight:

@@ -144,6 +144,9 @@ class RingEngine:
         self._names = make_ring(self._pipe_write)
         self._rings: list[Ring] = []
         self._add_ring(self._names)
+        self._kick_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable: something ended inside submit
+        self._kicked = False
+        self._epoll.register(self._kick_fd, select.EPOLLIN)
         self._checksums = ChecksumPool(threads=checksum_threads)
         self._epoll.register(self._checksums.fd, select.EPOLLIN)
         self._names_taken = False  # the first ring has its segments
@@ -254,24 +257,39 @@ class RingEngine:
 
     def submit(self) -> None:
         """Give what was started to the kernel."""
-        for ring in self._rings:
-            ring.submit()
+        self._flush()
+        if self._ended and not self._kicked:
+            self._kicked = True
+            os.eventfd_write(self._kick_fd, 1)
 
     def reap(self) -> list[Ended]:
         """Return what has ended, and start what follows from it."""
+        if self._kicked:
+            self._kicked = False
+            os.eventfd_read(self._kick_fd)
         for ring in self._rings:
-            for token, result in ring.reap():
-                if token != _IGNORED:
-                    self._advance(token, result)
-        for token, checksum in self._checksums.reap():
-            self._advance(token, checksum)
+            self._advance_all(ring.reap())
+        self._advance_all(self._checksums.reap())
         if self._due:
             now_ns = time.monotonic_ns()
             while self._due and self._due[0][0] <= now_ns:
                 self._advance(heapq.heappop(self._due)[1], 0)
-        self.submit()
+        self._flush()
         ended, self._ended = self._ended, []
         return ended
+
+    def _flush(self) -> None:
+        """Submit, and go on with what has ended at once, until the kernel keeps all it was given."""
+        for ring in self._rings:
+            ring.submit()
+            while ring.ready():
+                self._advance_all(ring.reap())
+                ring.submit()
+
+    def _advance_all(self, results: list[tuple[int, int]]) -> None:
+        for token, result in results:
+            if token != _IGNORED:
+                self._advance(token, result)
 
     def next_due_ns(self) -> int | None:
         """Return when reap has to be called at the latest (monotonic clock); 0 is now, None no such time."""
@@ -306,8 +324,10 @@ class RingEngine:
         for chain in self._chains.values():
             chain.close()  # asks for the closing of what it has open
         self._chains.clear()
-        self.submit()
+        for ring in self._rings:
+            ring.submit()
         self._epoll.close()
+        os.close(self._kick_fd)
         for ring in self._rings:
             ring.close()
         self._checksums.close()

@@ -70,6 +70,9 @@ class Ring(Protocol):
     def submit(self) -> None:
         """Give what was made to the kernel."""
 
+    def ready(self) -> bool:
+        """Tell whether something ended inside submit; `fd` need not poll readable for it."""
+
     def reap(self) -> list[tuple[int, int]]:
         """Return (token, result) of every request that has ended."""
 

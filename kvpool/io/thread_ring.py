@@ -138,6 +138,10 @@ class ThreadRing:
     def submit(self) -> None:
         """Nothing: a thread takes a request as soon as it is prepared."""
 
+    def ready(self) -> bool:
+        """Return False: a thread always tells through `fd`."""
+        return False
+
     def reap(self) -> list[tuple[int, int]]:
         """Return (token, result) of every request that has ended."""
         with contextlib.suppress(BlockingIOError):
