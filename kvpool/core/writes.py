@@ -76,7 +76,7 @@ class Writes:
             self.counts["write_errors"] += 1
             store_key.failed = True
             if error is Code.DEVICE_FULL:
-                self.counts["device_full"] += 1
+                self.counts["writes_no_space"] += 1
                 self.full_until_ns = now_ns + self.full_backoff_ns
         store_key.unwritten -= 1
         if store_key.unwritten == 0:
