@@ -510,7 +510,7 @@ class RankJobs:
         """Close an object that no copy touches; *tell* its worker."""
         if store.states[index] not in (StoreState.ASKED, StoreState.GRANTED, StoreState.COPIED):
             return
-        if tell and store.devices[index] in self._workers:
+        if tell:
             self._gather(SendStoreCancel, store.devices[index], store.wire, store.positions[index])
         store.slots.pop(index, None)
         store.states[index] = StoreState.DROPPED
@@ -553,8 +553,7 @@ class RankJobs:
         self._launch_stores()
         gathered, self._gathered = self._gathered, {}
         for (message, device, wire), indices in gathered.items():
-            if device in self._workers:
-                self._actions.append(message(device=device, wire=wire, indices=indices))
+            self._actions.append(message(device=device, wire=wire, indices=indices))
 
     def _launch_loads(self) -> None:
         queue, self._load_queue = self._load_queue, []
@@ -730,7 +729,8 @@ class RankJobs:
     def _gather(
         self, message: type[SendRelease | SendFilled | SendStoreCancel], device: int, wire: int, wire_index: int
     ) -> None:
-        self._gathered.setdefault((message, device, wire), []).append(wire_index)
+        if device in self._workers:
+            self._gathered.setdefault((message, device, wire), []).append(wire_index)
 
     def _end(self, job: _Job, kind: JobKind) -> None:
         failed = tuple(sorted(job.codes.items()))
