@@ -1,0 +1,1 @@
+"""kvpool inside vLLM: the connector, and all that knows vLLM's types."""

@@ -1,0 +1,191 @@
+"""
+`KvPoolConnector`: vLLM's offloading connector with kvpool's spec, in both roles.
+
+Theory. vLLM's own connector does the bookkeeping of chunks, jobs and blocks; this subclass adds what
+it has no hook for. In the scheduler role that is :class:`SchedulerSide`; in a worker it reports the
+blocks that a load did not bring. The two roles speak through vLLM's metadata, never directly.
+
+A failed load, step by step. The worker's job ends as a success (vLLM allows nothing else); its blocks are reported
+in the same pass: as block ids with one KV group, as a failed request with several (vLLM cannot tell their
+ids apart). vLLM truncates the request there and computes. The failed keys travel with the job's completion to
+the scheduler role, which gives that request no second load, and sets its store progress back so that the
+recomputed chunks are offered for storing again.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.logger import init_logger
+
+from kvpool.errors import invariant
+from kvpool_vllm import settings
+from kvpool_vllm.identity import namespace_of
+from kvpool_vllm.manager import KvPoolManager
+from kvpool_vllm.scheduling import SchedulerSide
+from kvpool_vllm.spec import SpecInputs, inputs
+from kvpool_vllm.versions import check_version
+from kvpool_vllm.worker import KvPoolWorker, LoadFailure
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+@dataclass
+class KvPoolWorkerMetadata(OffloadingWorkerMetadata):
+    """Completions of one step, with the keys that loads did not bring (job -> keys)."""
+
+    failed_loads: dict[int, set[bytes]] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Join what two workers say."""
+        base = super().aggregate(other)
+        invariant(isinstance(base, OffloadingWorkerMetadata), "completions join to completions", base=base)
+        failed = {job: set(keys) for job, keys in self.failed_loads.items()}
+        for job, keys in getattr(other, "failed_loads", {}).items():
+            failed.setdefault(job, set()).update(keys)
+        return KvPoolWorkerMetadata(base.completed_jobs, base.transfer_stats, failed)
+
+
+class KvPoolConnector(OffloadingConnector):
+    """See vLLM's `KVConnectorBase_V1`; constructed once in each role."""
+
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        check_version(vllm.__version__)
+        is_scheduler = role == KVConnectorRole.SCHEDULER
+        settings.prepare(vllm_config, kv_cache_config, scheduler=is_scheduler)
+        transfer = vllm_config.kv_transfer_config
+        extra = transfer.kv_connector_extra_config
+        namespace = namespace_of(vllm_config, kv_cache_config)
+        client = settings.client_config(extra)
+        given = SpecInputs(
+            client=client, namespace=namespace, loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer
+        )
+        with inputs(given):
+            super().__init__(vllm_config, role, kv_cache_config)
+        self._group_count = len(kv_cache_config.kv_cache_groups)
+        self._failed_blocks: set[int] = set()
+        self._failed_loads: dict[int, set[bytes]] = {}
+        self._side: SchedulerSide | None = None
+        if is_scheduler:
+            settings.warn(vllm_config, namespace)
+            self._side = self._scheduler_side(namespace, client.settings.pool.defer_backlog_s)
+
+    # ============================================================ worker role
+
+    @property
+    def _worker(self) -> KvPoolWorker | None:
+        worker = self.connector_worker.worker if self.connector_worker is not None else None
+        return worker if isinstance(worker, KvPoolWorker) else None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Report ended loads, and beside them what they did not bring."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker is not None:
+            for failure in self._worker.take_failures():
+                self._report(failure, results)
+        return results
+
+    def _report(self, failure: LoadFailure, results: KVConnectorTransferResults) -> None:
+        logger.info("kvpool: %d objects of request %s did not load", len(failure.keys), failure.request)
+        self._failed_loads[failure.job] = failure.keys
+        if self._group_count == 1:
+            self._failed_blocks |= failure.blocks
+        elif failure.request in results.finished_recving:
+            results.failed_recving.add(failure.request)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks to recompute, of the loads reported in this pass."""
+        blocks, self._failed_blocks = self._failed_blocks, set()
+        return blocks
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        """Add the failed keys to vLLM's completions."""
+        meta = super().build_connector_worker_meta()
+        if meta is None or not self._failed_loads:
+            return meta
+        failed, self._failed_loads = self._failed_loads, {}
+        return KvPoolWorkerMetadata(meta.completed_jobs, meta.transfer_stats, failed)
+
+    # ============================================================ scheduler role
+
+    def _scheduler_side(self, namespace: Any, backlog_s_max: float) -> SchedulerSide:
+        manager = self.scheduler.manager
+        invariant(isinstance(manager, KvPoolManager), "the spec is ours", manager=manager)
+        assert isinstance(manager, KvPoolManager)
+        return SchedulerSide(self.scheduler, manager, namespace, backlog_s_max=backlog_s_max)
+
+    @property
+    def side(self) -> SchedulerSide:
+        """State of the scheduler role."""
+        invariant(self._side is not None, "called in the scheduler role")
+        assert self._side is not None
+        return self._side
+
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        """Get to know vLLM's blocks."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.side.bind(kv_cache_manager)
+
+    def on_new_request(self, request: "Request") -> None:
+        """Announce the request: what is stored of it is known before vLLM asks."""
+        super().on_new_request(request)
+        self.side.announce(request)
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Say how many tokens can be loaded now; (None, False): ask later."""
+        vllm_answer = super().get_num_new_matched_tokens
+        return self.side.answer(request, num_computed_tokens, lambda: vllm_answer(request, num_computed_tokens))
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        """The request has its blocks."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self.side.allocated(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        """Close the scheduling pass."""
+        meta = super().build_connector_meta(scheduler_output)
+        self.side.step_built(scheduler_output)
+        return meta
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """Take note of ended jobs, and of what loads did not bring."""
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, KvPoolWorkerMetadata):
+            self.side.failed_keys(meta.failed_loads)
+        super().update_connector_output(connector_output)
+        if meta is not None:
+            self.side.jobs_ended()
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a finished request."""
+        self.side.finished(request.request_id)
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a finished request."""
+        self.side.finished(request.request_id)
+        return super().request_finished_all_groups(request, block_ids)
+
+    def reset_cache(self) -> bool | None:
+        """Serve nothing from before now."""
+        done = super().reset_cache()
+        self.side.reset()
+        return done

@@ -1,0 +1,334 @@
+"""
+The connector's scheduler role beyond vLLM's own: announcing, waiting requests, admission, failed loads, holes.
+
+Theory. vLLM asks about a waiting request in every scheduling pass, about once per millisecond when nothing runs,
+and each time its connector looks up every key. So the answer "later" is remembered with all it depended
+on (what the pool has told, ended jobs, the lengths), and a poll that finds these unchanged compares a few integers.
+Whatever is admitted is looked up afresh: vLLM's connector keeps state of its last lookup.
+
+A hit that is not resident goes through :mod:`kvpool_vllm.defer`; this module tells it the bytes, the blocks
+vLLM will ask for, and the blocks that are free, by the computation of vLLM's own admission.
+
+Not covered: what is stored (:mod:`kvpool_vllm.manager`), the order in which vLLM asks.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
+
+from kvpool.wire.messages import NamespaceSpec
+from kvpool_vllm.defer import Deferral, Wish
+from kvpool_vllm.holes import ChunkNeed, need_all, need_of_state, need_of_window
+from kvpool_vllm.manager import KvPoolManager
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        GroupOffloadConfig,
+        OffloadingConnectorScheduler,
+        RequestGroupState,
+        RequestOffloadState,
+        TransferJobStatus,
+    )
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(f"vllm.{__name__}")
+
+#: An unresolved lookup is asked again after this long even if nothing was heard: its end may be a deadline.
+RETRY_EVERY_S = 0.005
+
+Answer = tuple[int | None, bool]
+
+
+@dataclass(slots=True)
+class Waiting:
+    """
+    The verdict on a waiting request, good while nothing that it depends on has changed.
+
+    Attributes:
+        seen: Counters and lengths it was made with.
+        wish: The hit that was deferred; None: vLLM or the pool said "ask later".
+        retry_at: For the latter, when to ask again although nothing has changed.
+    """
+
+    seen: tuple[int, ...]
+    wish: Wish | None
+    retry_at: float
+
+
+class SchedulerSide:
+    """
+    State of the scheduler role.
+
+    Args:
+        scheduler: vLLM's offloading bookkeeping; its request states are read, and their store progress is set back.
+        manager: What is stored.
+        namespace: Sizes of the objects.
+        backlog_s_max: See :class:`Deferral`.
+    """
+
+    def __init__(
+        self,
+        scheduler: "OffloadingConnectorScheduler",
+        manager: KvPoolManager,
+        namespace: NamespaceSpec,
+        *,
+        backlog_s_max: float,
+    ) -> None:
+        self._scheduler = scheduler
+        self._manager = manager
+        self._object_bytes = {group.group: group.object_bytes * namespace.rank_count for group in namespace.groups}
+        self._configs = {config.group_idx: config for config in scheduler.config.kv_group_configs}
+        self._needs = {
+            group: need_of(config, scheduler.config.blocks_per_chunk, scheduler.config.alignment_tokens)
+            for group, config in self._configs.items()
+        }
+        self._deferral = Deferral(backlog_s_max=backlog_s_max)
+        self._waiting: dict[str, Waiting] = {}
+        self._announced: dict[str, int] = {}
+        #: Requests that hold GPU blocks: they run or load.
+        self._holding: dict[str, Request] = {}
+        #: Moves whenever vLLM's own reasons to say "later" may have changed.
+        self._changes = 0
+        self._pumped = False
+        self._promised: int | None = None
+        self._blocks: KVCacheManager | None = None
+        manager.mask_of = self._mask_of
+
+    @property
+    def _states(self) -> dict[str, "RequestOffloadState"]:
+        return self._scheduler._req_status  # noqa: SLF001 - vLLM's bookkeeping has no public door
+
+    @property
+    def _jobs(self) -> dict[int, "TransferJobStatus"]:
+        return self._scheduler._jobs  # noqa: SLF001 - the same
+
+    def bind(self, kv_cache_manager: "KVCacheManager") -> None:
+        """Get to know vLLM's blocks."""
+        self._blocks = kv_cache_manager
+
+    # ------------------------------------------------------------ arrival and end
+
+    def announce(self, request: "Request") -> None:
+        """Announce the keys of *request* that the pool has not heard of, of all groups together, in prefix order."""
+        status = self._states.get(request.request_id)
+        if status is None:
+            return
+        status.update_offload_keys()
+        keys = [key for state in status.group_states for key in state.offload_keys]
+        known = self._announced.get(request.request_id, 0)
+        if len(keys) == known:
+            return
+        position = status.req_context.get_offload_key_position
+        keys.sort(key=lambda key: position(key) or 0)  # stable: a longer request only appends
+        self._announced[request.request_id] = len(keys)
+        self._manager.announce(request.request_id, keys[known:], priority=request.priority)
+
+    def finished(self, request: str) -> None:
+        """Forget a request that waits or holds no longer. Its load may still be in flight."""
+        self._waiting.pop(request, None)
+        self._announced.pop(request, None)
+        self._holding.pop(request, None)
+        self._deferral.forget(request)
+        self._changes += 1
+
+    # ------------------------------------------------------------ lookup
+
+    def answer(self, request: "Request", computed: int, ask: Callable[[], Answer]) -> Answer:
+        """
+        Say how many tokens after *computed* can be loaded now; (None, False): ask later.
+
+        Args:
+            ask: vLLM's own lookup.
+        """
+        self._pump()
+        name = request.request_id
+        seen = (self._manager.client.changes, self._changes, computed, request.num_tokens)
+        waiting = self._waiting.get(name)
+        if waiting is not None and waiting.seen == seen and self._still_waits(name, waiting):
+            return None, False
+        self._waiting.pop(name, None)
+        self.announce(request)
+        tokens, is_async = ask()
+        if tokens is None:
+            self._waiting[name] = Waiting(seen, None, time.monotonic() + RETRY_EVERY_S)
+        elif tokens > 0:
+            wish = self._wish(request, computed, tokens)
+            if self._deferred(name, wish):
+                self._waiting[name] = Waiting(seen, wish, 0.0)
+                return None, False
+        return tokens, is_async
+
+    def _pump(self) -> None:
+        """Hear what the pool has said, once in a scheduling pass."""
+        if not self._pumped:
+            self._pumped = True
+            self._manager.guard.run(None, self._manager.client.pump)
+
+    def _still_waits(self, request: str, waiting: Waiting) -> bool:
+        wish = waiting.wish
+        if wish is None:
+            return time.monotonic() < waiting.retry_at
+        free = self._blocks_free()
+        return self._deferred(request, wish if free == wish.blocks_free else replace(wish, blocks_free=free))
+
+    def _deferred(self, request: str, wish: Wish) -> bool:
+        states = self._manager.client.device_states()
+        speeds = {device: state.read_bytes_per_s for device, state in states.items()}
+        return self._deferral.verdict(request, wish, speeds, now=time.monotonic()).deferred
+
+    def _wish(self, request: "Request", computed: int, tokens: int) -> Wish:
+        missing = self._missing_bytes(request, computed, tokens)
+        others = bool(self._holding.keys() - {request.request_id})
+        blocks = self._blocks_wanted(request, computed, tokens) if missing and others else 0
+        return Wish(missing_bytes=missing, blocks=blocks, blocks_free=self._blocks_free(), others_free_blocks=others)
+
+    def _missing_bytes(self, request: "Request", computed: int, tokens: int) -> dict[int, int]:
+        """Return, by device, the bytes of all ranks that a load of *tokens* would read from the drive."""
+        keys = self._keys_to_load(request, computed, tokens)
+        missing = self._manager.missing_keys(request.request_id, list(keys))
+        return {
+            device: sum(self._object_bytes[get_offload_group_idx(OffloadKey(key))] for key in of_device)
+            for device, of_device in missing.items()
+        }
+
+    def _keys_to_load(self, request: "Request", computed: int, tokens: int) -> Iterator[bytes]:
+        for config, state in self._groups_of(request.request_id):
+            first = computed // config.tokens_per_chunk
+            last = -(-(computed + tokens) // config.tokens_per_chunk)
+            window = config.load_window_size_in_chunks(computed + tokens)
+            yield from state.offload_keys[max(first, last - window) if window is not None else first : last]
+
+    def _groups_of(self, request: str) -> Iterable[tuple["GroupOffloadConfig", "RequestGroupState"]]:
+        status = self._states.get(request)
+        return zip(self._scheduler.config.kv_group_configs, status.group_states, strict=True) if status else ()
+
+    # ------------------------------------------------------------ blocks
+
+    def _blocks_free(self) -> int:
+        """Return the free GPU blocks that admitted requests will not need to finish their prompts."""
+        if self._blocks is None:
+            return 0
+        if self._promised is None:
+            self._promised = self._manager.guard.run(0, self._blocks_promised)
+        return self._blocks.block_pool.get_num_free_blocks() - self._promised
+
+    def _blocks_promised(self) -> int:
+        unfinished = (request for request in self._holding.values() if request.num_computed_tokens < request.num_tokens)
+        return sum(self._blocks_of(request, request.num_computed_tokens, 0) for request in unfinished)
+
+    def _blocks_wanted(self, request: "Request", computed: int, tokens: int) -> int:
+        return self._manager.guard.run(0, self._blocks_of, request, computed, tokens)
+
+    def _blocks_of(self, request: "Request", computed: int, tokens: int) -> int:
+        """Return the blocks that *request* still has to get for its whole prompt, as vLLM's admission counts them."""
+        manager = self._blocks
+        if manager is None:
+            return 0
+        local = manager.empty_kv_cache_blocks.blocks
+        if computed and request.request_id not in self._holding:
+            local, *_ = manager.coordinator.find_longest_cache_hit(request.block_hashes, computed)
+        total = min(request.num_tokens, manager.max_model_len)
+        return manager.coordinator.get_num_blocks_to_allocate(
+            request_id=request.request_id,
+            num_tokens=total,
+            new_computed_blocks=local,
+            num_encoder_tokens=0,
+            total_computed_tokens=computed + tokens,
+            num_local_computed_tokens=computed,
+            num_tokens_main_model=total,
+            apply_admission_cap=True,
+            prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
+        )
+
+    # ------------------------------------------------------------ what vLLM did
+
+    def allocated(self, request: "Request", tokens: int) -> None:
+        """VLLM gave *request* its blocks; with *tokens* > 0 they are for a load."""
+        name = request.request_id
+        self._holding[name] = request
+        self._waiting.pop(name, None)
+        self._promised = None
+        self._changes += 1
+        if tokens > 0:
+            status = self._states[name]
+            self._deferral.admitted(name, self._missing_bytes(request, status.num_locally_computed_tokens, tokens))
+
+    def step_built(self, scheduler_output: "SchedulerOutput") -> None:
+        """A scheduling pass is over."""
+        self._pumped = False
+        self._promised = None
+        for name in scheduler_output.preempted_req_ids or ():
+            self._holding.pop(name, None)
+            self._changes += 1
+
+    def failed_keys(self, failed_loads: dict[int, set[bytes]]) -> None:
+        """
+        Loads did not bring these keys (job -> keys); call it before vLLM forgets the jobs.
+
+        Those requests get no second load, and their chunks from the first failed one on are offered for storing again.
+        """
+        for job, keys in failed_loads.items():
+            status = self._jobs.get(job)
+            if status is None:
+                continue  # forgotten by a reset
+            self._manager.load_failed(status.req_id, keys)
+            for _, state in self._groups_of(status.req_id):
+                chunks = [index for index, key in enumerate(state.offload_keys) if key in keys]
+                state.next_stored_chunk_idx = min([state.next_stored_chunk_idx, *chunks])
+
+    def jobs_ended(self) -> None:
+        """VLLM has taken note of ended jobs."""
+        self._changes += 1
+        for name in self._deferral.loading:
+            status = self._states.get(name)
+            if status is None or not status.transfer_jobs:
+                self._deferral.landed(name)
+
+    def reset(self) -> None:
+        """VLLM forgot its jobs."""
+        self._waiting.clear()
+        self._deferral.clear()
+        self._changes += 1
+
+    # ------------------------------------------------------------ holes
+
+    def _mask_of(self, request: str, key: bytes) -> tuple[bool, bytes | None]:
+        """
+        Look at the blocks of a chunk that vLLM wants to store.
+
+        Returns:
+            Whether it may be stored, and which of its blocks are present; None for all, or where vLLM names the block.
+        """
+        group = get_offload_group_idx(OffloadKey(key))
+        config, need = self._configs[group], self._needs[group]
+        status = self._states.get(request)
+        if status is None or config.requires_cow_source:
+            return status is not None, None
+        end = status.req_context.get_offload_key_position(OffloadKey(key))
+        state = next(state for known, state in self._groups_of(request) if known is config)
+        last = (end or 0) // config.tokens_per_block
+        blocks = state.block_ids[last - need.blocks_per_chunk : last]
+        mask = need.mask_of(blocks)
+        return mask is not None, mask if mask is not None and not all(mask) else None
+
+
+def need_of(config: "GroupOffloadConfig", blocks_per_chunk: int, alignment_tokens: int | None) -> ChunkNeed:
+    """Return which blocks of a chunk of this group a load can want."""
+    spec = config.kv_cache_spec
+    if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align":
+        return need_of_state(blocks_per_chunk=blocks_per_chunk)
+    aligned = alignment_tokens is not None and alignment_tokens % config.tokens_per_chunk == 0
+    if isinstance(spec, SlidingWindowSpec) and not isinstance(spec, FullAttentionSpec) and aligned:
+        return need_of_window(
+            window_tokens=spec.sliding_window + spec.extra_retained_tokens,
+            block_tokens=config.tokens_per_block,
+            blocks_per_chunk=blocks_per_chunk,
+        )
+    return need_all(blocks_per_chunk=blocks_per_chunk)
