@@ -39,6 +39,11 @@ class FairQueue(Generic[T]):
             items[item] = None
             self._length += 1
 
+    def push_first(self, owner: Hashable, item: T) -> None:
+        """Put *item* before the others of its owner."""
+        self.push(owner, item)
+        self._owners[owner].move_to_end(item, last=False)
+
     def pop(self) -> T:
         """Return the next item of the owner whose turn it is. KeyError when empty."""
         owner, items = next(iter(self._owners.items()))

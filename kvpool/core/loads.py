@@ -10,8 +10,8 @@ jobs, ranks and engines want it.
        └──────────── last waiter gone: forgotten, an open file is given back ───────────┘ (not READING)
 
 Opens run ahead of reads, bounded apart, so that metadata latency costs neither a slot nor depth. A
-size without free slots may hold only its part of that bound, so it cannot keep other sizes from
-opening. A read takes its slot last, when a slot and a place in the drive's depth are both there;
+size without free slots keeps only its share of that bound: what it opened beyond is given back when
+another size needs the place. A read takes its slot last, when a slot and a place in the drive's depth are both there;
 nothing else is held while waiting, so no load waits for a slot that only its own later part could
 free, and a load larger than staging streams through. Clients take turns.
 
@@ -117,6 +117,8 @@ class Loads:
     Attributes:
         reads: The read that new waiters of an object join.
         lanes: One per slot size, in turns.
+        places_max: Opens in flight plus files opened and not yet read; at least one per slot size.
+        lane_share: The part of that which a slot size may have without having free slots.
         relieved: Clients with parked waiters that use less now.
         join_store: Set by the table: lets a waiter wait for a store that is filling its object.
         counts: Counters, shared with the table.
@@ -126,7 +128,7 @@ class Loads:
         self, *, open_lookahead: int, deadline_ns: int, index: KeyIndex, residency: Residency, drive: Drive,
         actions: list[Action], counts: dict[str, int],
     ) -> None:  # fmt: skip
-        self.open_lookahead = open_lookahead
+        self.open_lookahead = self.places_max = self.lane_share = open_lookahead
         self.index = index
         self.residency = residency
         self.drive = drive
@@ -144,6 +146,8 @@ class Loads:
         lane = Lane(pool)
         self.lanes.append(lane)
         self.lane_of[pool] = lane
+        self.places_max = max(self.open_lookahead, len(self.lanes))
+        self.lane_share = self.places_max // len(self.lanes)
 
     # ------------------------------------------------------------ waiters come
 
@@ -364,17 +368,33 @@ class Loads:
     def _start_opens(self, now_ns: int) -> None:
         lanes = self.lanes
         places = sum(lane.places for lane in lanes)
-        share = max(1, self.open_lookahead // max(1, len(lanes)))
         idle = 0
-        while idle < len(lanes) and places < self.open_lookahead:
+        while idle < len(lanes):
             lane = lanes[0]
             lanes.rotate(-1)
-            if lane.queued and lane.places < max(share, len(lane.pool.free)):
-                idle = 0
-                places += 1
-                self._start_open(lane, now_ns)
-            else:
-                idle += 1
+            idle += 1
+            if not lane.queued or lane.places >= max(self.lane_share, len(lane.pool.free)):
+                continue
+            if places >= self.places_max:
+                if lane.places >= self.lane_share or not self._give_back_one():
+                    continue
+                places -= 1
+            idle = 0
+            places += 1
+            self._start_open(lane, now_ns)
+
+    def _give_back_one(self) -> bool:
+        """Close a file of a size that has more than its share open and no slot to read it into; it is opened again."""
+        for lane in self.lanes:
+            if lane.opened and lane.places > self.lane_share and not lane.pool.free:
+                read = next(reversed(lane.opened))
+                lane.remove_opened(read)
+                self.actions.append(CloseFile(op=read.op))
+                self.drive.end(read)
+                read.phase = Phase.QUEUED
+                lane.queued.push_first(read.owner, read)
+                return True
+        return False
 
     def _start_open(self, lane: Lane, now_ns: int) -> None:
         read = lane.queued.pop()
@@ -465,7 +485,7 @@ class Loads:
     def validate(self) -> None:
         """Check that queues, phases and bounds agree."""
         places = sum(lane.places for lane in self.lanes)
-        invariant(places <= self.open_lookahead, "more opens than the look-ahead", places=places)
+        invariant(places <= self.places_max, "more opens than the look-ahead", places=places)
         for lane in self.lanes:
             for read in lane.queued:
                 invariant(read.phase is Phase.QUEUED, "queued read in another phase", phase=read.phase.value)

@@ -276,9 +276,7 @@ class Stores:
 
     def _tell_ended(self, store_key: StoreKey) -> None:
         kept = store_key.space.flags(store_key.key) != 0
-        self.actions.extend(
-            TellStoreEnded(engine=engine, key=store_key.key, kept=kept) for engine in store_key.engines
-        )
+        self.actions.extend(TellStoreEnded(engine=engine, key=store_key.key, kept=kept) for engine in store_key.engines)
 
     def _drop(self, store_key: StoreKey) -> None:
         """The key is not stored for any rank, and nothing after it in its offer that is not decided."""

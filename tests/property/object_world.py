@@ -50,6 +50,7 @@ from kvpool.core.object_events import (
 )
 from kvpool.core.objects import ObjectTable
 from kvpool.errors import Code
+from kvpool.wire.messages import STORED
 
 TORN = "torn"
 CORRUPT = "corrupt"
@@ -144,6 +145,7 @@ class World:
             self._apply(action)
         self.table.validate()
         self._check_bounds()
+        self._check_told(actions)
         return actions
 
     # ------------------------------------------------------------ the table's actions
@@ -225,7 +227,13 @@ class World:
     def _check_bounds(self) -> None:
         in_flight = len(self.reading) + len(self.publishing)
         assert in_flight <= self.settings.iodepth
-        assert len(self.opening) + len(self.opened) <= self.settings.open_lookahead
+        sizes = {size for _, slot_bytes in NAMESPACES.values() for size in slot_bytes.values()}
+        assert len(self.opening) + len(self.opened) <= max(self.settings.open_lookahead, len(sizes))
+
+    def _check_told(self, actions: list[Action]) -> None:
+        """A key whose object was missing or not what was published is told to be not stored, at once."""
+        gone = {a.object for a in actions if isinstance(a, SetAside)}
+        assert [] == [o for o in gone if self.flags.get((o.namespace, o.key), 0) & STORED]
 
     # ------------------------------------------------------------ what ranks do
 
@@ -346,6 +354,7 @@ class World:
         if error is None:
             self.opened[op] = (object_id, self.files[object_id])
         self.do(FileOpened(op=op, error=error))
+        assert error is not Code.MISSING or not self.flags[object_id.namespace, object_id.key] & STORED
 
     def end_read(self, op: int, error: Code | None = None) -> None:
         """A read ends; other bytes than the object's always end it with CORRUPT."""

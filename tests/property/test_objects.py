@@ -5,9 +5,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from kvpool.core.object_events import LoadWanted, ObjectId, SlotsFilled, SlotsReleased, StoreWanted, TimePassed
+from kvpool.core.object_events import (
+    LoadWanted,
+    ObjectId,
+    SlotsFilled,
+    SlotsReleased,
+    StoreWanted,
+    TableSettings,
+    TimePassed,
+)
 from kvpool.errors import Code, ProtocolError
-from tests.property.object_world import CORRUPT, ENGINES, NAMESPACES, Rank, World, key_of
+from tests.property.object_world import CORRUPT, ENGINES, NAMESPACES, SETTINGS, Rank, World, key_of
 
 picks = st.integers(min_value=0, max_value=2**16)
 numbers = st.lists(st.integers(min_value=0, max_value=7), min_size=1, max_size=6)
@@ -22,9 +30,9 @@ def keys_for(engine: str, chosen: list[int], group: int) -> list[bytes]:
 class ObjectTableMachine(RuleBasedStateMachine):
     """Everything that may happen to a table, in any order."""
 
-    def __init__(self) -> None:
+    def __init__(self, table_settings: TableSettings = SETTINGS) -> None:
         super().__init__()
-        self.world = World()
+        self.world = World(table_settings)
         self.world.add_segment(8192, 6)
         self.world.add_segment(4096, 4)
         for rank in (0, 1):

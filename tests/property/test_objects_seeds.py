@@ -3,11 +3,12 @@
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from kvpool.errors import Code
-from tests.property.object_world import ENGINES, World
+from tests.property.object_world import ENGINES, SETTINGS, World
 from tests.property.test_objects import ObjectTableMachine
 
 STEPS = 250
@@ -17,7 +18,15 @@ DAMAGES = ["write", "write", "write", "corrupt", "remove"]
 def run_seed(seed: int) -> World:
     """Run one world for STEPS random steps, then end it."""
     rng = random.Random(seed)
-    machine = ObjectTableMachine()
+    machine = ObjectTableMachine(
+        replace(
+            SETTINGS,
+            iodepth=rng.randint(1, 4),
+            open_lookahead=rng.randint(1, 4),
+            writes_inflight_beside_loads=rng.randint(1, 2),
+            client_share=rng.choice([0.2, 0.5, 1.0]),
+        )  # fmt: skip
+    )
     world = machine.world
 
     def pick() -> int:
@@ -48,7 +57,7 @@ def run_seed(seed: int) -> World:
         (6, lambda: machine.offer(rng.choice(sorted(ENGINES)), chosen(), group())),
         (8, lambda: world.offers and world.live() and machine.ask_store(pick=pick())),
         (15, lambda: any_of("granted") and machine.fill(pick=pick(), all_of_job=rng.random() < 0.5)),
-        (1, lambda: any_of("jobs") and cancel_store()),
+        (4, lambda: any_of("jobs") and cancel_store()),
         (20, lambda: world.opening and machine.end_open(pick=pick(), error=ended(Code.READ_ERROR))),
         (20, lambda: world.reading and machine.end_read(pick=pick(), error=ended(Code.READ_ERROR))),
         (20, lambda: world.publishing and machine.end_publish(pick(), ended(Code.WRITE_ERROR, Code.DEVICE_FULL))),
