@@ -22,9 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from kvpool.config import Settings
+from kvpool.config import Settings, to_json
 from kvpool.errors import HostError, PoolUnavailable
 from kvpool.io import channel, process
 
@@ -136,7 +134,7 @@ def _start(run_dir: str, settings: Settings) -> int:
     """Start a coordinator; return the read end of a pipe that hangs up when it ends. The caller owns it."""
     path = os.path.join(run_dir, CONFIG_NAME)
     temporary = f"{path}.{os.getpid()}"
-    Path(temporary).write_bytes(msgspec.json.encode(settings))
+    Path(temporary).write_text(to_json(settings), encoding="utf-8")
     os.replace(temporary, path)
     argv = [sys.executable, "-m", "kvpool.procs.coordinator", "--config-json", path, "--detached"]
     # The engine may have found kvpool by its own sys.path; the pool's processes have to find the same one.

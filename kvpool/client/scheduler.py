@@ -123,6 +123,11 @@ class SchedulerClient:
         return self._welcome is not None and not self._disabled and not self._table.silent
 
     @property
+    def changes(self) -> int:
+        """A counter that moves whenever a lookup may answer differently, save for the deadlines in `Later`."""
+        return self._table.changes
+
+    @property
     def settings(self) -> msg.ClientSettings | None:
         """What the pool's configuration says to clients; None while unconnected."""
         return self._welcome.settings if self._welcome is not None else None

@@ -5,12 +5,15 @@ It speaks the whole protocol of a coordinator and of one I/O worker per device t
 for all ranks, and does what a test tells it: refuse keys, hold answers back, lose a worker, vanish, come back.
 """
 
+import contextlib
+import mmap
 import os
 import select
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvpool.errors import Code, PeerGone, ProtocolError
 from kvpool.io import channel, shm
@@ -40,6 +43,8 @@ class _Decision:
 
 class FakePool:
     """
+    See the module.
+
     Args:
         run_dir: Where `pool.sock` is made.
         devices: How many.
@@ -59,7 +64,7 @@ class FakePool:
         self.heard: list[tuple[str, msg.Message]] = []
         self.objects: dict[tuple[bytes, int], tuple[int, int]] = {}
         self.generation = 0
-        self._segments: dict[int, tuple[int, int, object]] = {}
+        self._segments: dict[int, tuple[int, int, mmap.mmap]] = {}
         self._calls: deque[tuple[Callable[[], None], threading.Event]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
@@ -102,7 +107,7 @@ class FakePool:
         os.unlink(os.path.join(self.run_dir, "pool.sock"))
         for fd, _, memory in self._segments.values():
             os.close(fd)
-            memory.close()  # type: ignore[attr-defined]
+            memory.close()
         self._segments.clear()
 
     def close(self) -> None:
@@ -123,12 +128,12 @@ class FakePool:
 
     def slot_bytes(self, segment: int, offset: int, count: int) -> bytes:
         """Return bytes of a slot."""
-        return bytes(self._segments[segment][2][offset : offset + count])  # type: ignore[index]
+        return bytes(self._segments[segment][2][offset : offset + count])
 
     def alter(self, key: bytes, rank: int = 0) -> None:
         """Change one stored byte."""
         segment, offset = self.objects[key, rank]
-        self._segments[segment][2][offset] ^= 0xFF  # type: ignore[index]
+        self._segments[segment][2][offset] ^= 0xFF
 
     def free_slots(self) -> int:
         """Slots that hold nothing."""
@@ -136,7 +141,7 @@ class FakePool:
 
     def recall(self, segment: int) -> None:
         """Ask all ranks to unmap a segment."""
-        self.call(lambda: [c.channel.send(msg.SegmentDown(segment=segment)) for c in self._ranks()])  # type: ignore
+        self.call(lambda: self._recall(segment))
 
     def kinds_heard(self, who: str) -> list[str]:
         """Names of the messages that came from *who*."""
@@ -147,30 +152,29 @@ class FakePool:
     def _run(self) -> None:
         while not self._stop:
             poll = select.poll()
-            peers: dict[int, Callable[[], None]] = {
+            handlers: dict[int, Callable[[], None]] = {
                 self._wake: self._take_calls,
                 self._listener.fileno(): self._accept,
             }
-            channels = list(self._greeting)
+            channels: dict[int, Channel] = {}
             for peer in self._greeting:
-                peers[peer.fileno()] = lambda peer=peer: self._greet(peer)  # type: ignore[misc]
+                channels[peer.fileno()] = peer
+                handlers[peer.fileno()] = partial(self._greet, peer)
             for client in self._clients.values():
-                channels.append(client.channel)
-                peers[client.channel.fileno()] = lambda c=client: self._read_client(c)  # type: ignore[misc]
+                channels[client.channel.fileno()] = client.channel
+                handlers[client.channel.fileno()] = partial(self._read_client, client)
                 for device, worker in client.workers.items():
-                    channels.append(worker)
-                    peers[worker.fileno()] = lambda c=client, d=device: self._read_worker(c, d)  # type: ignore[misc]
-            writing = {peer.fileno() for peer in channels if peer.wants_write}
-            for fd in peers:
-                poll.register(fd, select.POLLIN | (select.POLLOUT if fd in writing else 0))
+                    channels[worker.fileno()] = worker
+                    handlers[worker.fileno()] = partial(self._read_worker, client, device)
+            for fd in handlers:
+                wants_write = fd in channels and channels[fd].wants_write
+                poll.register(fd, select.POLLIN | (select.POLLOUT if wants_write else 0))
             for fd, _ in poll.poll():
-                peers[fd]()
-            for peer in channels:
+                handlers[fd]()
+            for peer in channels.values():
                 if peer.fileno() >= 0:
-                    try:
+                    with contextlib.suppress(PeerGone):
                         peer.flush()
-                    except PeerGone:
-                        pass
 
     def _take_calls(self) -> None:
         os.eventfd_read(self._wake)
@@ -220,6 +224,10 @@ class FakePool:
         for one in [client] if client is not None else self._ranks():
             for segment, (fd, size, _) in self._segments.items():
                 one.channel.send(msg.SegmentUp(segment=segment, segment_bytes=size), (fd,))
+
+    def _recall(self, segment: int) -> None:
+        for client in self._ranks():
+            client.channel.send(msg.SegmentDown(segment=segment))
 
     def _ranks(self) -> list[_Client]:
         return [client for client in self._clients.values() if client.hello.role == "rank"]

@@ -6,6 +6,8 @@ A driver plays the workers, the copier and the engine at random, and keeps its o
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -276,95 +278,96 @@ TestRankJobsKeepTheirPromises = RankMachine.TestCase
 # ---------------------------------------------------------------- prefixes over two ranks and two devices
 
 
-class SharedWorkers:
-    """Two devices' workers: each decides a key once for both ranks; a key is stored if both filled it."""
-
-    def __init__(self, refused: Callable[[int, int], bool]) -> None:
-        self.refused = refused
-        self.decisions: dict[tuple[int, int], bool] = {}
-        self.filled: dict[tuple[int, int], set[int]] = {}
-        self.cancelled: set[tuple[int, int]] = set()
-        #: (rank, device, wire) -> (job, object numbers).
-        self.jobs: dict[tuple[int, int, int], tuple[int, list[int]]] = {}
-
-    def stored(self) -> set[int]:
-        return {
-            number
-            for (job, number), ranks in self.filled.items()
-            if ranks == {0, 1} and (job, number) not in self.cancelled
-        }
-
-
 CHUNKS = 12
 
 
-@settings(max_examples=150, deadline=None)
+class TwoRanks:
+    """
+    Two ranks' tables against two devices, for one request whose chunk n lies on device n % 2.
+
+    Each worker decides a key once for both ranks; a key is stored if both said Filled and none cancelled. Answers
+    and ends of copies wait in `todo` until the test lets them happen.
+    """
+
+    def __init__(self, jobs: list[tuple[int, int]], refused: set[int], copies_failing: set[tuple[int, int]]) -> None:
+        self.jobs, self.refused, self.copies_failing = jobs, refused, copies_failing
+        self.tables = [RankJobs(), RankJobs()]
+        self.submitted = [0, 0]
+        self.decisions: dict[int, bool] = {}
+        self.filled: dict[int, set[int]] = {}
+        self.cancelled: set[int] = set()
+        self.todo: list[Callable[[], None]] = []
+        for rank in (0, 1):
+            self.tell(rank, ev.PoolJoined(load_deadline_ns=100, store_deadline_ns=100))
+            self.tell(rank, ev.WorkerJoined(device=0, generation=1))
+            self.tell(rank, ev.WorkerJoined(device=1, generation=1))
+            self.tell(rank, ev.SegmentMapped(segment=0))
+
+    def tell(self, rank: int, event: ev.Event) -> None:
+        for action in self.tables[rank].handle(event, now_ns=0):
+            match action:
+                case ev.SendStore(device=device, wire=wire):
+                    self.todo.append(partial(self.answer, rank, device, wire))
+                case ev.LaunchStore(ticket=ticket, copies=copies, wire=wire):
+                    chunks = {(rank, self.jobs[wire - 1][0] + copy.object_index) for copy in copies}
+                    ended = ev.CopiesEnded(ticket=ticket, failed=bool(chunks & self.copies_failing))
+                    self.todo.append(partial(self.tell, rank, ended))
+                case ev.SendFilled(device=device, wire=wire, indices=indices):
+                    for index in indices:
+                        self.filled.setdefault(self.chunks(device, wire)[index], set()).add(rank)
+                case ev.SendStoreCancel(device=device, wire=wire, indices=indices):
+                    self.cancelled |= {self.chunks(device, wire)[index] for index in indices}
+        self.tables[rank].validate()
+
+    def chunks(self, device: int, wire: int) -> list[int]:
+        return [chunk for chunk in range(*self.jobs[wire - 1]) if chunk % 2 == device]
+
+    def submit(self, rank: int) -> None:
+        chunks = range(*self.jobs[self.submitted[rank]])
+        self.submitted[rank] += 1
+        wire = self.submitted[rank]
+        keys, devices = [key_of(chunk) for chunk in chunks], [chunk % 2 for chunk in chunks]
+        self.tell(rank, ev.StoreSubmitted(job=wire, wire=wire, request="r", keys=keys, devices=devices))
+
+    def flush(self, rank: int, wire: int) -> None:
+        self.tell(rank, ev.JobsFlushed(jobs=frozenset([wire])))
+
+    def answer(self, rank: int, device: int, wire: int) -> None:
+        slots, dropped = [], []
+        for index, chunk in enumerate(self.chunks(device, wire)):
+            granted = chunk not in self.refused and chunk not in self.cancelled
+            if self.decisions.setdefault(chunk, granted):
+                slots.append(SlotGrant(index, 0, 0))
+            else:
+                dropped.append(index)
+        self.tell(rank, ev.StoreAnswered(device=device, wire=wire, slots=slots, dropped=dropped))
+
+    def stored(self) -> set[int]:
+        return {chunk for chunk, ranks in self.filled.items() if ranks == {0, 1}} - self.cancelled
+
+
+@settings(max_examples=150, deadline=None, phases=PHASES)
 @given(data=st.data())
 def test_every_stored_prefix_has_no_hole(data: st.DataObject) -> None:
-    """One request's chunks over two devices, offered to two ranks in several jobs; refusals, failures, flushes."""
-    refusals = data.draw(st.sets(st.integers(0, CHUNKS - 1), max_size=2))
-    copy_fails = data.draw(st.sets(st.tuples(st.integers(0, 1), st.integers(0, CHUNKS - 1)), max_size=1))
+    """Refusals, failed copies and flushes at random, in any order over ranks, devices and jobs."""
     bounds = sorted({0, CHUNKS, *data.draw(st.sets(st.integers(1, CHUNKS - 1), max_size=3))})
-    jobs = list(zip(bounds, bounds[1:], strict=False))
-    workers = SharedWorkers(lambda job, number: number in refusals)
-    tables = [RankJobs(), RankJobs()]
-    #: Things that have not happened yet, in any order across ranks and devices, each rank's jobs in order.
-    todo: list[tuple[object, ...]] = []
-    submit = [list(enumerate(jobs, 1)), list(enumerate(jobs, 1))]
-
-    def tell(rank: int, event: ev.Event) -> None:
-        for action in tables[rank].handle(event, now_ns=0):
-            match action:
-                case ev.SendStore(device=device, wire=wire, job=job, keys=keys):
-                    numbers = [int.from_bytes(key, "big") for key in keys]
-                    workers.jobs[rank, device, wire] = (job, numbers)
-                    todo.append(("answer", rank, device, wire))
-                case ev.LaunchStore(ticket=ticket, copies=copies, wire=wire):
-                    first = jobs[wire - 1][0]
-                    failed = any((rank, first + copy.object_index) in copy_fails for copy in copies)
-                    todo.append(("copied", rank, ticket, failed))
-                case ev.SendFilled(device=device, wire=wire, indices=indices):
-                    job, numbers = workers.jobs[rank, device, wire]
-                    for index in indices:
-                        workers.filled.setdefault((job, numbers[index]), set()).add(rank)
-                case ev.SendStoreCancel(device=device, wire=wire, indices=indices):
-                    job, numbers = workers.jobs[rank, device, wire]
-                    workers.cancelled |= {(job, numbers[index]) for index in indices}
-        tables[rank].validate()
-
-    for rank in (0, 1):
-        tell(rank, ev.PoolJoined(load_deadline_ns=100, store_deadline_ns=100))
-        for device in (0, 1):
-            tell(rank, ev.WorkerJoined(device=device, generation=1))
-        tell(rank, ev.SegmentMapped(segment=0))
-    while todo or any(submit):
-        choices = [index for index in range(len(todo))] + [-1 - rank for rank in (0, 1) if submit[rank]]
-        chosen = data.draw(st.sampled_from(choices))
-        if chosen < 0:
-            rank = -1 - chosen
-            job, (begin, end) = submit[rank].pop(0)
-            keys, devices = [key_of(n) for n in range(begin, end)], [n % 2 for n in range(begin, end)]
-            tell(rank, ev.StoreSubmitted(job=job, wire=job, request="r", keys=keys, devices=devices))
-        else:
-            match todo.pop(chosen):
-                case ("answer", int(rank), int(device), int(wire)):
-                    job, numbers = workers.jobs[rank, device, wire]
-                    slots, dropped = [], []
-                    for index, number in enumerate(numbers):
-                        granted = not workers.refused(job, number) and (job, number) not in workers.cancelled
-                        granted = workers.decisions.setdefault((job, number), granted)
-                        slots += [SlotGrant(index, 0, 0)] if granted else []
-                        dropped += [] if granted else [index]
-                    tell(rank, ev.StoreAnswered(device=device, wire=wire, slots=slots, dropped=dropped))
-                case ("copied", int(rank), int(ticket), bool(failed)):
-                    tell(rank, ev.CopiesEnded(ticket=ticket, failed=failed))
+    refused = data.draw(st.sets(st.integers(0, CHUNKS - 1), max_size=2))
+    copies_failing = data.draw(st.sets(st.tuples(st.integers(0, 1), st.integers(0, CHUNKS - 1)), max_size=1))
+    ranks = TwoRanks(list(pairwise(bounds)), refused, copies_failing)
+    flush = data.draw(st.none() | st.tuples(st.integers(0, 1), st.integers(1, len(ranks.jobs))))
+    while ranks.todo or min(ranks.submitted) < len(ranks.jobs):
+        steps = [*ranks.todo]
+        steps += [partial(ranks.submit, rank) for rank in (0, 1) if ranks.submitted[rank] < len(ranks.jobs)]
+        chosen = data.draw(st.integers(0, len(steps) - 1))
+        if chosen < len(ranks.todo):
+            del ranks.todo[chosen]
+        steps[chosen]()
+        if flush is not None and data.draw(st.integers(0, 4)) == 0:
+            ranks.flush(*flush)
         for rank in (0, 1):
-            if data.draw(st.booleans()):
-                tell(rank, ev.RoundEnded())
-        if not todo and not any(submit):
-            for rank in (0, 1):
-                tell(rank, ev.RoundEnded())
-    stored = workers.stored()
+            if data.draw(st.booleans()) or not ranks.todo:
+                ranks.tell(rank, ev.RoundEnded())
+    stored = ranks.stored()
     assert set(range(len(stored))) == stored
-    if not refusals and not copy_fails:
+    if not refused and not copies_failing and flush is None:
         assert set(range(CHUNKS)) == stored
