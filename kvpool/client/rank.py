@@ -314,7 +314,9 @@ class RankClient:
         for _ in range(len(self._ended)):
             ended = self._ended.popleft()
             if ended.kind == ev.JobKind.LOAD and ended.job in jobs:
-                ended = replace(ended, failed=tuple((i, Code.CANCELLED) for i in range(ended.objects)), bytes=0)
+                codes = dict(ended.failed)
+                failed = tuple((index, codes.get(index, Code.CANCELLED)) for index in range(ended.objects))
+                ended = replace(ended, failed=failed, bytes=0)
             self._ended.append(ended)
 
     # ------------------------------------------------------------ the thread

@@ -73,6 +73,12 @@ from kvpool.wire.messages import SlotGrant
 #: Requests remembered as cut; the oldest is forgotten first (its engine finished it long ago).
 CUT_REQUESTS_MAX = 4096
 
+#: What is counted since the start.
+COUNTERS = (
+    "loads_submitted", "loads_ended", "objects_loaded", "objects_failed",
+    "stores_submitted", "stores_ended", "objects_filled", "objects_existed", "objects_dropped", "workers_dropped",
+)  # fmt: skip
+
 _CODES = frozenset(int(code) for code in Code)
 
 
@@ -288,7 +294,7 @@ class RankJobs:
             "jobs": self.job_count,
             "copies_in_flight": self.copies_in_flight,
             "requests_cut": len(self._cut_requests),
-            **{name: self._counts[name] for name in sorted(self._counts)},
+            **{name: self._counts[name] for name in COUNTERS},
         }
 
     # ------------------------------------------------------------ loads

@@ -35,6 +35,9 @@ STORE_MARGIN_NS = 500_000_000
 #: Requests remembered as cut; the oldest is forgotten first.
 CUT_REQUESTS_MAX = 4096
 
+#: What is counted since the start.
+COUNTERS = ("lookups_hit", "lookups_missed", "answers_late", "stores_unanswered", "requests_cut")
+
 _DEVICE_SHIFT = 2
 _FLAGS = STORED | RESIDENT
 
@@ -110,6 +113,9 @@ class AnnouncedRequests:
         self._storing: dict[bytes, tuple[int, tuple[str, ...]]] = {}
         self._cut: dict[str, None] = {}
         self._counts: Counter[str] = Counter()
+        #: Moves with everything the pool tells about keys, and when it joins or is lost: while it stands still, a lookup
+        #: answers as before, but for the deadlines in `Later`.
+        self.changes = 0
 
     # ------------------------------------------------------------ the engine's side
 
@@ -168,6 +174,7 @@ class AnnouncedRequests:
         """The pool welcomed us: return what to announce (again), as (request, keys, priority)."""
         self._connected = True
         self._silent = 0
+        self.changes += 1
         self._store_wait_ns = store_deadline_ns + STORE_MARGIN_NS
         for request, known in self._requests.items():
             known.unanswered = set(known.keys)
@@ -178,11 +185,13 @@ class AnnouncedRequests:
         """Nothing is known any more; stores in flight count as dropped."""
         self._connected = False
         self._states.clear()
+        self.changes += 1
         self._waiting.clear()
         self.stores_ended([], list(self._storing))
 
     def status_told(self, request: str, first: int, flags: bytes, devices: bytes, *, complete: bool) -> None:
         """The pool answered for the keys of *request* from index *first* on."""
+        self.changes += 1
         self._heard()
         known = self._requests.get(request)
         if known is None:
@@ -200,6 +209,7 @@ class AnnouncedRequests:
 
     def keys_changed(self, entries: Iterable[KeyState]) -> None:
         """Flags of keys changed."""
+        self.changes += 1
         self._heard()
         for entry in entries:
             if entry.key in self._wanted:
@@ -207,6 +217,7 @@ class AnnouncedRequests:
 
     def stores_ended(self, kept: Iterable[bytes], dropped: Iterable[bytes]) -> None:
         """Stores of this engine ended."""
+        self.changes += 1
         self._heard()
         for key in kept:
             self._storing.pop(key, None)
@@ -248,7 +259,7 @@ class AnnouncedRequests:
             "requests_announced": len(self._requests),
             "keys_wanted": len(self._wanted),
             "stores_in_flight": len(self._storing),
-            **{name: self._counts[name] for name in sorted(self._counts)},
+            **{name: self._counts[name] for name in COUNTERS},
         }
 
     def validate(self) -> None:

@@ -143,6 +143,15 @@ class FakePool:
         """Ask all ranks to unmap a segment."""
         self.call(lambda: self._recall(segment))
 
+    def add_segment(self, segment: int) -> None:
+        """Make one more segment, and tell the ranks."""
+        self.call(lambda: self._add_segment(segment))
+
+    def send_nonsense(self, device: int) -> None:
+        """Let a worker answer for an object that was not asked for."""
+        ready = msg.Ready(job=1, slots=[msg.SlotGrant(1000, 0, 0)])
+        self.call(lambda: self._ranks()[0].workers[device].send(ready))
+
     def kinds_heard(self, who: str) -> list[str]:
         """Names of the messages that came from *who*."""
         return [type(message).__name__ for name, message in list(self.heard) if name == who]
@@ -224,6 +233,13 @@ class FakePool:
         for one in [client] if client is not None else self._ranks():
             for segment, (fd, size, _) in self._segments.items():
                 one.channel.send(msg.SegmentUp(segment=segment, segment_bytes=size), (fd,))
+
+    def _add_segment(self, segment: int) -> None:
+        size = 4 * SLOT_BYTES
+        fd = shm.create_segment(size)
+        self._segments[segment] = (fd, size, shm.map_segment(fd, size))
+        for client in self._ranks():
+            client.channel.send(msg.SegmentUp(segment=segment, segment_bytes=size), (fd,))
 
     def _recall(self, segment: int) -> None:
         for client in self._ranks():
