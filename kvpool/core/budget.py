@@ -27,6 +27,7 @@ Covers: numbers. Does not cover: shared memory, who has mapped what (`procs/coor
 """
 
 import enum
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -213,14 +214,15 @@ class Budget:
             close (CLOSING), since their pair holds its target without them.
         """
         targets = self.targets(now_ns=None)
+        held = self._held_bytes()
         again: list[int] = []
         close: list[int] = []
         for number in segments:
             found = self.segments[number]
             invariant(found.state is State.QUARANTINED, "only a quarantined segment is proven", segment=found)
-            wanted = targets.get(found.pair, 0) - self._held_bytes(found.pair)
-            if wanted >= found.segment_bytes or self._held_bytes(found.pair) == 0:
+            if held[found.pair] == 0 or held[found.pair] + found.segment_bytes <= targets.get(found.pair, 0):
                 found.state = State.CREATING
+                held[found.pair] += found.segment_bytes
                 again.append(number)
             else:
                 found.state = State.CLOSING
@@ -289,49 +291,64 @@ class Budget:
     def plan(self, now_ns: int) -> tuple[list[Create | Recall], int | None]:
         """Return the steps towards the targets, now, and when patience with a quarantine ends (None: never)."""
         targets = self.targets(now_ns)
-        short = {pair: missing for pair in targets if (missing := targets[pair] - self._coming_bytes(pair, now_ns)) > 0}
+        held = self._held_bytes()
+        coming = self._coming_bytes(held, now_ns)
+        short = {pair: target - coming[pair] for pair, target in targets.items() if target > coming[pair]}
         steps: list[Create | Recall] = []
         free = self.free_bytes
         # The poorest first: a pair with nothing must not wait behind one that only wants more.
-        for pair in sorted(short, key=lambda pair: (self._coming_bytes(pair, now_ns) / targets[pair], pair)):
-            created, free = self._create(pair, targets[pair], min(short[pair], free), free)
+        for pair in sorted(short, key=lambda pair: (coming[pair] / targets[pair], pair)):
+            created = self._create(pair, targets[pair], min(short[pair], free), held[pair])
+            created_bytes = sum(step.segment_bytes for step in created)
             steps += created
-            short[pair] -= sum(step.segment_bytes for step in created)
-        steps += self._recall(targets, short, now_ns)
+            free -= created_bytes
+            short[pair] -= created_bytes
+            coming[pair] += created_bytes
+        missing = sum(bytes_ for pair, bytes_ in short.items() if self._is_worth(pair, bytes_, held[pair]))
+        starving = any(coming[pair] < self._minimum_bytes(pair) for pair in short)
+        steps += self._recall(targets, held, missing, starving=starving)
         return steps, self._patience_ends_ns(now_ns)
 
-    def _create(self, pair: Pair, target: int, room: int, free: int) -> tuple[list[Create], int]:
-        slots = room // pair.slot_bytes
-        usual = segment_slots(pair.slot_bytes, target)
-        floor = self.devices[pair.device].iodepth + SLOTS_BEYOND_DEPTH
-        if slots < SEGMENT_SLOTS_MIN and self._held_bytes(pair) // pair.slot_bytes >= floor:
-            return [], free
+    def _create(self, pair: Pair, target: int, room: int, held_bytes: int) -> list[Create]:
+        """Create segments of at most *room* bytes in all."""
+        if not self._is_worth(pair, room, held_bytes):
+            return []
         created = []
-        for count in cut_slots(slots, usual):
+        for count in cut_slots(room // pair.slot_bytes, segment_slots(pair.slot_bytes, target)):
             segment = Segment(segment=self._next_segment, pair=pair, segment_bytes=count * pair.slot_bytes)
             self._next_segment += 1
             self.segments[segment.segment] = segment
             created.append(Create(segment=segment.segment, pair=pair, segment_bytes=segment.segment_bytes))
-            free -= segment.segment_bytes
-        return created, free
+        return created
 
-    def _recall(self, targets: dict[Pair, int], short: dict[Pair, int], now_ns: int) -> list[Recall]:
-        """Recall what short pairs miss and what is not already on its way, from pairs above their target."""
-        leaving = sum(
-            found.segment_bytes for found in self.segments.values() if found.state in (State.RECALLED, State.CLOSING)
-        )
-        missing = sum(missing for pair, missing in short.items() if missing >= pair.slot_bytes) - leaving
-        starving = any(self._coming_bytes(pair, now_ns) < self._minimum_bytes(pair) for pair in short)
+    def _is_worth(self, pair: Pair, missing_bytes: int, held_bytes: int) -> bool:
+        """Whether a pair should get *missing_bytes* more: no tiny segments once it can keep its drive busy."""
+        depth_bytes = (self.devices[pair.device].iodepth + SLOTS_BEYOND_DEPTH) * pair.slot_bytes
+        slots_min = SEGMENT_SLOTS_MIN if held_bytes >= max(depth_bytes, self._minimum_bytes(pair)) else 1
+        return missing_bytes >= slots_min * pair.slot_bytes
+
+    def _recall(self, targets: dict[Pair, int], held: dict[Pair, int], missing: int, *, starving: bool) -> list[Recall]:
+        """
+        Recall what is missing, and not already on its way, from pairs that hold more than their target.
+
+        Whole segments above the target; when a pair is *starving* also one that reaches below it,
+        which its pair then gets back as a smaller one.
+        """
+        leaving = (State.RECALLED, State.CLOSING)
+        missing -= sum(found.segment_bytes for found in self.segments.values() if found.state in leaving)
         recalls: list[Recall] = []
+        # The youngest first: the older ones hold what has proved useful for longer.
         for found in sorted(self.segments.values(), key=lambda found: -found.segment):
             if missing <= 0:
                 break
             if found.state is not State.GRANTED:
                 continue
-            surplus = self._held_bytes(found.pair) - targets.get(found.pair, 0)
+            surplus = held[found.pair] - targets.get(found.pair, 0)
             if surplus >= found.segment_bytes or (surplus > 0 and starving):
                 found.state = State.RECALLED
-                missing -= found.segment_bytes
+                # What reaches below the target has to come back to this pair.
+                missing -= min(surplus, found.segment_bytes)
+                held[found.pair] -= found.segment_bytes
                 recalls.append(Recall(segment=found.segment, device=found.pair.device))
         return recalls
 
@@ -357,23 +374,22 @@ class Budget:
 
     def held_slots(self, pair: Pair) -> int:
         """Return how many slots a pair has or is about to get, without what leaves it."""
-        return self._held_bytes(pair) // pair.slot_bytes
+        return self._held_bytes()[pair] // pair.slot_bytes
 
-    def _held_bytes(self, pair: Pair) -> int:
-        return self._bytes(pair, (State.CREATING, State.GRANTED))
+    def _held_bytes(self) -> defaultdict[Pair, int]:
+        held: defaultdict[Pair, int] = defaultdict(int)
+        for found in self.segments.values():
+            if found.state in (State.CREATING, State.GRANTED):
+                held[found.pair] += found.segment_bytes
+        return held
 
-    def _coming_bytes(self, pair: Pair, now_ns: int) -> int:
-        waiting = sum(
-            found.segment_bytes
-            for found in self.segments.values()
-            if found.pair == pair and found.state is State.QUARANTINED and not _is_overdue(found, now_ns)
-        )
-        return self._held_bytes(pair) + waiting
-
-    def _bytes(self, pair: Pair, states: tuple[State, ...]) -> int:
-        return sum(
-            found.segment_bytes for found in self.segments.values() if found.pair == pair and found.state in states
-        )
+    def _coming_bytes(self, held: defaultdict[Pair, int], now_ns: int) -> defaultdict[Pair, int]:
+        """Return what pairs hold, with what is still likely to come back from quarantine."""
+        coming = defaultdict(int, held)
+        for found in self.segments.values():
+            if found.state is State.QUARANTINED and not _is_overdue(found, now_ns):
+                coming[found.pair] += found.segment_bytes
+        return coming
 
     def _minimum_bytes(self, pair: Pair) -> int:
         return _minimum_slots(self._uses.values())[pair.slot_bytes] * pair.slot_bytes

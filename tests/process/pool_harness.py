@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from kvpool import __version__
 from kvpool.config import DeviceSettings, PoolSettings, Settings, to_json
-from kvpool.errors import PeerGone
+from kvpool.errors import PeerGone, PoolUnavailable
 from kvpool.io import channel
 from kvpool.io.channel import Channel
 from kvpool.wire import messages as m
@@ -127,7 +127,7 @@ class PoolProcess:
         while True:
             try:
                 talker = Talker(channel.connect(os.path.join(self.run_dir, "pool.sock")))
-            except Exception:
+            except PoolUnavailable:
                 assert self.popen.poll() is None, f"coordinator ended with {self.popen.returncode}"
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
