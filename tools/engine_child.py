@@ -12,6 +12,7 @@ Does not cover: what the commands mean for a test; the tiny models.
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import sys
@@ -30,6 +31,7 @@ class Child:
         self._requests: dict[str, asyncio.Task[None]] = {}
 
     def say(self, **message: Any) -> None:
+        """Send one message to the parent."""
         self._reply.write(json.dumps(message) + "\n")
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
@@ -41,7 +43,7 @@ class Child:
                 return
             try:
                 value = await self._carry_out(command)
-            except Exception as error:  # process border: the parent decides what an error means
+            except Exception as error:  # noqa: BLE001 - process border: the parent decides what an error means
                 self.say(id=command["id"], error=f"{type(error).__name__}: {error}")
             else:
                 self.say(id=command["id"], value=value)
@@ -85,7 +87,7 @@ class Child:
                 if first is None and output.outputs[0].token_ids:
                     first = stamps[-1] - started
                     self.say(request=name, event="first", first_s=first)
-        except Exception as error:  # process border: an engine that died or refused is a result too
+        except Exception as error:  # noqa: BLE001 - process border: an engine that died or refused is a result too
             self.say(request=name, event="done", error=f"{type(error).__name__}: {error}", tokens=[], cached=0)
             return
         tokens = [] if output is None else list(output.outputs[0].token_ids)
@@ -97,7 +99,7 @@ class Child:
             finish=None if output is None else output.outputs[0].finish_reason,
             first_s=first,
             total_s=time.monotonic() - started,
-            steps_s=[after - before for before, after in zip(stamps, stamps[1:], strict=False)],
+            steps_s=[after - before for before, after in itertools.pairwise(stamps)],
         )
 
 

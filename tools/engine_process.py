@@ -13,10 +13,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -27,7 +27,7 @@ CHILD = Path(__file__).resolve().parent / "engine_child.py"
 ANSWER_S = 120.0
 
 
-class EngineFailed(Exception):
+class EngineFailed(Exception):  # noqa: N818 - a fact about the engine
     """The engine ended, refused a command, or did not answer in time; the message ends with its log."""
 
 
@@ -103,7 +103,7 @@ class Engine:
         finally:
             os.close(theirs)
 
-    def __enter__(self) -> "Engine":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -162,7 +162,7 @@ class Engine:
         self.submit_all({name: prompt}, max_tokens, transfer=transfer)
 
     def submit_all(
-        self, prompts: dict[str, Sequence[int]], max_tokens: int = 8, *, transfer: dict[str, Any] | None = None
+        self, prompts: Mapping[str, Sequence[int]], max_tokens: int = 8, *, transfer: dict[str, Any] | None = None
     ) -> None:
         """Start several requests with one command, in order."""
         extra = {"extra_args": {"kv_transfer_params": transfer}} if transfer else None
@@ -190,7 +190,7 @@ class Engine:
         self._wait(lambda: name in self._first or name in self._answers, f"first token of {name}", within_s)
         return self._first.get(name, -1.0)
 
-    def generate(self, prompts: dict[str, Sequence[int]], max_tokens: int = 8) -> dict[str, Answer]:
+    def generate(self, prompts: Mapping[str, Sequence[int]], max_tokens: int = 8) -> dict[str, Answer]:
         """Run requests together and return their answers by name."""
         self.submit_all(prompts, max_tokens)
         return {name: self.wait(name) for name in prompts}

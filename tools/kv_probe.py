@@ -29,7 +29,8 @@ class KvProbe:
 
         if not has_kv_transfer_group():
             return False
-        transfers = get_kv_transfer_group().connector_worker.worker
+        connector: Any = get_kv_transfer_group()
+        transfers = connector.connector_worker.worker
         seen: dict[str, dict[str, str]] = {"stored": {}, "loaded": {}}
         loads: dict[int, Any] = {}
         layers = _block_views(self.model_runner)
@@ -113,9 +114,7 @@ def _digests(layers: list[list[torch.Tensor]], spec: Any) -> dict[str, str]:
     """Return `group:block` -> digest over all layers, for the blocks that a transfer spec names."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return {
-        f"{group}:{block}": _digest(layers[group], block_id) for group, block, block_id in _blocks(spec)
-    }
+    return {f"{group}:{block}": _digest(layers[group], block_id) for group, block, block_id in _blocks(spec)}
 
 
 def _blocks(spec: Any) -> Iterator[tuple[int, int, int]]:
