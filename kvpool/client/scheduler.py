@@ -168,6 +168,7 @@ class SchedulerClient:
             return call()
         except Exception as error:  # border: the engine's scheduler must go on
             self._disabled = True
+            self._table.changes += 1
             kind = "a bug in kvpool" if isinstance(error, InvariantError) else "an unexpected error"
             log.error("kvpool is disabled in the scheduler by %s; %r", kind, self.facts(), exc_info=error)
             with contextlib.suppress(Exception):

@@ -113,8 +113,8 @@ class AnnouncedRequests:
         self._storing: dict[bytes, tuple[int, tuple[str, ...]]] = {}
         self._cut: dict[str, None] = {}
         self._counts: Counter[str] = Counter()
-        #: Moves with everything the pool tells about keys, and when it joins or is lost: while it stands still, a lookup
-        #: answers as before, but for the deadlines in `Later`.
+        #: Moves with all that can change an answer: while it stands still, the same lookup answers as before, but
+        #: for the deadlines in `Later`.
         self.changes = 0
 
     # ------------------------------------------------------------ the engine's side
@@ -159,6 +159,7 @@ class AnnouncedRequests:
     def offer(self, request: str, keys: Iterable[bytes], *, now_ns: int) -> None:
         """This engine stores *keys* for *request* from now on."""
         until_ns = now_ns + self._store_wait_ns
+        self.changes += 1
         if self._connected:
             for key in keys:
                 _, others = self._storing.pop(key, (0, ()))
@@ -230,7 +231,7 @@ class AnnouncedRequests:
             del self._cut[next(iter(self._cut))]
 
     def heard(self) -> None:
-        """The pool said something else: it is not silent."""
+        """The pool said something, whatever it was: it is not silent."""
         self._heard()
 
     def time_passed(self, *, now_ns: int) -> None:
@@ -316,10 +317,13 @@ class AnnouncedRequests:
             self._counts["answers_late"] += 1
             if not known.heard:
                 self._silent += 1
+                self.changes += 1
         return True
 
     def _heard(self) -> None:
-        self._silent = 0
+        if self._silent:
+            self._silent = 0
+            self.changes += 1
 
     def _tell(self, key: bytes, flags: int, device: int) -> None:
         flags &= _FLAGS

@@ -59,7 +59,7 @@ class FakePool:
         #: Told by tests, read by the pool's thread.
         self.refuse: Callable[[bytes], bool] = lambda key: False
         self.hold_loads = self.hold_stores = self.hold_statuses = False
-        self.segments_after_ready = False
+        self.refuse_hello = ""
         #: What arrived, in order: (who, message).
         self.heard: list[tuple[str, msg.Message]] = []
         self.objects: dict[tuple[bytes, int], tuple[int, int]] = {}
@@ -207,6 +207,10 @@ class FakePool:
         for message, _ in received:
             assert isinstance(message, msg.Hello)
             self._greeting.remove(peer)
+            if self.refuse_hello:
+                peer.send(msg.Refused(code=12, message=self.refuse_hello))
+                peer.close()
+                continue
             client = _Client(len(self._clients) + 1, message, peer)
             self._clients[client.number] = client
             settings = msg.ClientSettings(
@@ -225,14 +229,11 @@ class FakePool:
             if message.role == "rank":
                 for device in range(self.devices):
                     self._connect_worker(client, device)
-                if not self.segments_after_ready:
-                    self.send_segments(client)
+                self._send_segments(client)
 
-    def send_segments(self, client: _Client | None = None) -> None:
-        """Tell a rank (or all) of the segments."""
-        for one in [client] if client is not None else self._ranks():
-            for segment, (fd, size, _) in self._segments.items():
-                one.channel.send(msg.SegmentUp(segment=segment, segment_bytes=size), (fd,))
+    def _send_segments(self, client: _Client) -> None:
+        for segment, (fd, size, _) in self._segments.items():
+            client.channel.send(msg.SegmentUp(segment=segment, segment_bytes=size), (fd,))
 
     def _add_segment(self, segment: int) -> None:
         size = 4 * SLOT_BYTES

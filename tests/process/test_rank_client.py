@@ -163,6 +163,7 @@ def test_altered_bytes_are_not_what_was_stored(rank: Rank) -> None:
     """The control of the test above: the comparison can fail."""
     stored = rank.store(1, 2)
     rank.end_of(1)
+    wait_until(lambda: len(rank.pool.objects) == 2)
     rank.pool.alter(keys(2)[1])
     loaded = rank.load(2, 2)
     rank.end_of(2)
@@ -304,6 +305,7 @@ def test_a_new_pool_is_not_greeted_while_copies_of_the_old_one_run(rank: Rank) -
     rank.store(1, 2)
     wait_until(rank.copier.launch.is_set)
     rank.pool.vanish()
+    wait_until(lambda: not rank.client.connected)
     rank.pool.start()
     assert not rank.client.wait_connected(0.6)
     rank.copier.gate.set()
