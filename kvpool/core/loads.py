@@ -15,7 +15,7 @@ another size needs the place. A read takes its slot last, when a slot and a plac
 nothing else is held while waiting, so no load waits for a slot that only its own later part could
 free, and a load larger than staging streams through. Clients take turns.
 
-A read past its deadline fails its waiters and is *late*: no new waiter joins it, its slot stays
+A read past its deadline fails its waiters and is forgotten: no new waiter joins it. Its slot stays
 filling until it ends.
 """
 
@@ -62,7 +62,6 @@ class Read(Operation):
         owner: The client whose turn it takes.
         waiters: Who is answered when it ends; may be empty while OPENING or READING.
         slot: Where to; set while READING.
-        late: It passed its deadline; nobody may join any more.
     """
 
     object: ObjectId
@@ -71,7 +70,6 @@ class Read(Operation):
     waiters: dict[Waiter, None] = field(default_factory=dict)
     phase: Phase = Phase.QUEUED
     slot: Slot | None = None
-    late: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +113,7 @@ class Loads:
     All loads of one device.
 
     Attributes:
-        reads: The read that new waiters of an object join.
+        reads: The read that new waiters of an object join; not those that are past their deadline.
         lanes: One per slot size, in turns.
         places_max: Opens in flight plus files opened and not yet read; at least one per slot size.
         lane_share: The part of that which a slot size may have without having free slots.
@@ -463,7 +461,6 @@ class Loads:
 
     def read_late(self, read: Read) -> None:
         """An open or a read is past its deadline: its waiters fail, itself stays in flight."""
-        read.late = True
         if self.reads.get(read.object) is read:
             del self.reads[read.object]
         self._fail_waiters(read, Code.DEADLINE)
@@ -501,7 +498,6 @@ class Loads:
         invariant(opening == sum(lane.opening for lane in self.lanes), "lanes miscount opens", opening=opening)
         for object_id, read in self.reads.items():
             invariant(read.object == object_id, "read of another object", object=object_id)
-            invariant(not read.late, "a late read can be joined", object=object_id)
             for waiter in read.waiters:
                 invariant(waiter.place is read, "waiter waits elsewhere", object=object_id)
                 reserved = waiter.counted or read.phase is not Phase.READING

@@ -309,7 +309,7 @@ class ObjectTable:
         for pool in self.pools.values():
             pool.validate()
         self._index.validate()
-        self._residency.validate()
+        self._residency.validate(slot for home in self._segments.values() for slot in home.slots)
         self._drive.validate()
         self._loads.validate()
         self._stores.validate()

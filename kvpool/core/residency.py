@@ -11,6 +11,7 @@ The bytes of a resident slot never change, so a departed reader does not keep an
 using them; it only keeps the slot from being filled anew.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -99,8 +100,11 @@ class Residency:
                 slot.step(SlotStep.PROVE)
         client.ghosts.clear()
 
-    def validate(self) -> None:
-        """Check that every resident object's slot holds it."""
+    def validate(self, slots: Iterable[Slot]) -> None:
+        """Check that every resident object's slot holds it, and that what is held is found."""
+        for slot in slots:
+            if slot.held and slot.object is not None:
+                invariant(self.objects.get(slot.object) is slot, "a held object is not found", slot=slot.ref)
         for object_id, slot in self.objects.items():
             invariant(slot.object == object_id, "slot holds another object", slot=slot.ref, object=object_id)
             invariant(slot.state is SlotState.RESIDENT, "resident object's slot is not", slot=slot.ref)

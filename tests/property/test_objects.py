@@ -128,7 +128,9 @@ class ObjectTableMachine(RuleBasedStateMachine):
     @rule(pick=picks, indices=st.lists(st.integers(min_value=0, max_value=6), max_size=4))
     def cancel_store(self, pick: int, indices: list[int]) -> None:
         jobs = [(rank, job) for rank in self.world.live() for job, kind in rank.jobs.items() if kind == "store"]
-        rank, job = jobs[pick % len(jobs)]
+        unanswered = {(client, job) for (client, job, _), status in self.world.status.items() if status == "asked"}
+        open_jobs = [(rank, job) for rank, job in jobs if (rank.client, job) in unanswered]
+        rank, job = (open_jobs or jobs)[pick % len(open_jobs or jobs)]
         self.world.cancel_store(rank, job, indices)
 
     @precondition(lambda self: self.world.opening)

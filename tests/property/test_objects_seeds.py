@@ -25,15 +25,20 @@ def run_seed(seed: int) -> World:
             open_lookahead=rng.randint(1, 4),
             writes_inflight_beside_loads=rng.randint(1, 2),
             client_share=rng.choice([0.2, 0.5, 1.0]),
-        )  # fmt: skip
+        )
     )
     world = machine.world
 
     def pick() -> int:
         return rng.randrange(2**16)
 
+    keys, segments_max = rng.choice([8, 40]), rng.randint(2, 4)
+    slow, greedy = rng.choice([0.3, 1.0, 4.0]), rng.choice([2, 15])
+    for number in range(0, keys, 2):
+        machine.change_files(chosen=[number], group=number // 2 % 2, damage="write")
+
     def chosen() -> list[int]:
-        return [rng.randrange(8) for _ in range(rng.randint(1, 6))]
+        return [rng.randrange(keys) for _ in range(rng.randint(1, 6))]
 
     def group() -> int:
         return rng.choice([0, 0, 0, 1])
@@ -49,11 +54,11 @@ def run_seed(seed: int) -> World:
         (1, lambda: world.live() and machine.leave(pick=pick())),
         (2, lambda: any(rank.left for rank in world.ranks.values()) and machine.prove(pick=pick())),
         (1, lambda: world.live() and machine.prove_before_leaving(pick=pick())),
-        (2, lambda: machine.add_segment(size=rng.choice([8192, 4096]), count=rng.randint(4, 6))),
-        (1, lambda: len(world.segments) > len(world.recalled) and machine.recall(pick=pick())),
+        (2, lambda: len(world.segments) < segments_max and add_segment()),
+        (0.4, lambda: len(world.segments) > len(world.recalled) and machine.recall(pick=pick())),
         (8, lambda: world.live() and machine.load(pick(), chosen(), group(), rng.random() < 0.3)),
         (2, lambda: any_of("jobs") and machine.cancel_load(pick=pick())),
-        (15, lambda: any_of("pinned") and machine.release(pick=pick(), all_of_job=rng.random() < 0.5)),
+        (greedy, lambda: any_of("pinned") and machine.release(pick=pick(), all_of_job=rng.random() < 0.5)),
         (6, lambda: machine.offer(rng.choice(sorted(ENGINES)), chosen(), group())),
         (8, lambda: world.offers and world.live() and machine.ask_store(pick=pick())),
         (15, lambda: any_of("granted") and machine.fill(pick=pick(), all_of_job=rng.random() < 0.5)),
@@ -63,10 +68,13 @@ def run_seed(seed: int) -> World:
         (20, lambda: world.publishing and machine.end_publish(pick(), ended(Code.WRITE_ERROR, Code.DEVICE_FULL))),
         (3, lambda: machine.change_files(chosen(), group(), rng.choice(DAMAGES))),
         (2, lambda: machine.find_files(chosen=chosen(), group=group())),
-        (4, lambda: machine.pass_time(nanoseconds=rng.choice([1, 10, 60, 150, 400]))),
+        (slow, lambda: machine.pass_time(nanoseconds=rng.choice([1, 10, 60, 150, 400]))),
         (0.1, lambda: machine.pass_much_time(rare=0)),
         (1, lambda: world.live() and machine.nonsense(pick=pick())),
     ]
+
+    def add_segment() -> None:
+        machine.add_segment(size=rng.choice([8192, 4096]), count=rng.randint(4, 6))
 
     def cancel_store() -> None:
         if any("store" in rank.jobs.values() for rank in world.live()):
