@@ -26,7 +26,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.logger import init_logger
 
-from kvpool.errors import invariant
+from kvpool.client.launch import ClientConfig
+from kvpool.errors import unreachable
 from kvpool_vllm import settings
 from kvpool_vllm.identity import namespace_of
 from kvpool_vllm.manager import KvPoolManager
@@ -55,7 +56,8 @@ class KvPoolWorkerMetadata(OffloadingWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Join what two workers say."""
         base = super().aggregate(other)
-        invariant(isinstance(base, OffloadingWorkerMetadata), "completions join to completions", base=base)
+        if not isinstance(base, OffloadingWorkerMetadata):
+            unreachable("completions join to completions", base=base)
         failed = {job: set(keys) for job, keys in self.failed_loads.items()}
         for job, keys in getattr(other, "failed_loads", {}).items():
             failed.setdefault(job, set()).update(keys)
@@ -68,13 +70,14 @@ class KvPoolConnector(OffloadingConnector):
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         check_version(vllm.__version__)
         is_scheduler = role == KVConnectorRole.SCHEDULER
-        settings.prepare(vllm_config, kv_cache_config, scheduler=is_scheduler)
-        transfer = vllm_config.kv_transfer_config
-        extra = transfer.kv_connector_extra_config
+        transfer = settings.prepare(vllm_config, kv_cache_config, scheduler=is_scheduler)
         namespace = namespace_of(vllm_config, kv_cache_config)
-        client = settings.client_config(extra)
+        pool = settings.pool_settings(transfer.kv_connector_extra_config)
         given = SpecInputs(
-            client=client, namespace=namespace, loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer
+            client=ClientConfig(run_dir=pool.pool.run_dir, settings=pool, autostart=True),
+            namespace=namespace,
+            loads=transfer.is_kv_consumer,
+            stores=transfer.is_kv_producer,
         )
         with inputs(given):
             super().__init__(vllm_config, role, kv_cache_config)
@@ -84,7 +87,7 @@ class KvPoolConnector(OffloadingConnector):
         self._side: SchedulerSide | None = None
         if is_scheduler:
             settings.warn(vllm_config, namespace)
-            self._side = self._scheduler_side(namespace, client.settings.pool.defer_backlog_s)
+            self._side = self._scheduler_side(namespace, pool.pool.defer_backlog_s)
 
     # ============================================================ worker role
 
@@ -126,15 +129,15 @@ class KvPoolConnector(OffloadingConnector):
 
     def _scheduler_side(self, namespace: Any, backlog_s_max: float) -> SchedulerSide:
         manager = self.scheduler.manager
-        invariant(isinstance(manager, KvPoolManager), "the spec is ours", manager=manager)
-        assert isinstance(manager, KvPoolManager)
+        if not isinstance(manager, KvPoolManager):
+            unreachable("a manager that is not ours", manager=manager)
         return SchedulerSide(self.scheduler, manager, namespace, backlog_s_max=backlog_s_max)
 
     @property
     def side(self) -> SchedulerSide:
         """State of the scheduler role."""
-        invariant(self._side is not None, "called in the scheduler role")
-        assert self._side is not None
+        if self._side is None:
+            unreachable("called in the worker role")
         return self._side
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:

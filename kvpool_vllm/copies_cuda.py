@@ -55,13 +55,13 @@ class CudaCopier:
         self._threads = threading.local()
         self._lock = threading.Lock()
         self._events: list[Any] = []
-        self._load_stream = torch.cuda.Stream(self._device)
-        self._store_stream = torch.cuda.Stream(self._device)
+        self._load_stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._store_stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._pin_warned = False
 
     # ------------------------------------------------------------ order against the model
 
-    def mark(self) -> object | None:
+    def mark(self) -> Any:
         """Record on the current stream, and return, what copies submitted now have to wait for."""
         self._enter()
         event = self._event()
@@ -78,7 +78,7 @@ class CudaCopier:
         with self._lock:
             if self._events:
                 return self._events.pop()
-        return torch.cuda.Event()
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------ segments
 
@@ -156,7 +156,7 @@ class CudaCopier:
                 stream.wait_event(wait)
             try:
                 if len(runs.sizes):
-                    ops.swap_blocks_batch(*arrays, is_src_access_order_any=any_order)
+                    ops.swap_blocks_batch(arrays[0], arrays[1], arrays[2], is_src_access_order_any=any_order)
             except BaseException:  # also KeyboardInterrupt: it goes on, but not before the copies have ended
                 stream.synchronize()  # part of the batch may run; the caller is promised that nothing does
                 raise

@@ -218,7 +218,7 @@ class KvPoolManager(OffloadingManager):
         self.client.close()
 
 
-def _all_present(request: str, key: bytes) -> tuple[bool, bytes | None]:
+def _all_present(_request: str, _key: bytes) -> tuple[bool, bytes | None]:
     return True, None
 
 

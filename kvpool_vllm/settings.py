@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_o
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 
-from kvpool.client.launch import ClientConfig
+from kvpool.config import Settings
 from kvpool.config_connector import settings_from_connector
 from kvpool.errors import ConfigError
 from kvpool.wire.messages import NamespaceSpec
@@ -21,6 +21,7 @@ from kvpool_vllm.identity import hash_algorithm, hashes_are_stable
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.config.kv_transfer import KVTransferConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger(f"vllm.{__name__}")
@@ -33,9 +34,9 @@ CHUNK_TOKENS = 256
 OBJECT_BYTES_WARN = 1 << 20
 
 
-def prepare(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", *, scheduler: bool) -> None:
+def prepare(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", *, scheduler: bool) -> "KVTransferConfig":
     """
-    Write kvpool's choices into *vllm_config*, before vLLM's own connector reads it.
+    Write kvpool's choices into *vllm_config*, before vLLM's own connector reads it; return its part about connectors.
 
     Raises:
         ConfigError: The configuration asks for what kvpool does not do; the message names the key and what is allowed.
@@ -54,17 +55,17 @@ def prepare(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", *, sche
     if scheduler:
         # Read by vLLM's scheduler right after it made the connector.
         transfer.kv_load_failure_policy = "recompute"
+    return transfer
 
 
-def client_config(extra: dict[str, Any]) -> ClientConfig:
+def pool_settings(extra: dict[str, Any]) -> Settings:
     """
-    Return where the pool is, and how to start it.
+    Return the settings of the pool this engine uses, and starts if it does not run.
 
     Raises:
         ConfigError: A key or value is wrong; the message names it and what is allowed.
     """
-    settings = settings_from_connector(extra)
-    return ClientConfig(run_dir=settings.pool.run_dir, settings=settings, autostart=True)
+    return settings_from_connector(extra)
 
 
 def block_tokens(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> list[int]:
