@@ -101,9 +101,8 @@ class Offer:
     Attributes:
         keys: Decisions that are remembered.
         undecided: Those that still wait, in prefix order.
-        queued: The pool in whose queue the offer waits for its first undecided key.
         cut: A key was dropped, so no later one gets slots.
-        unfilled: Slots it was granted and that are not all filled, per size.
+        filling: How many of its keys are FILLING.
         due_ns: When the offer is forgotten.
     """
 
@@ -111,23 +110,18 @@ class Offer:
     space: Namespace
     keys: dict[bytes, StoreKey] = field(default_factory=dict)
     undecided: deque[StoreKey] = field(default_factory=deque)
-    queued: SlotPool | None = None
     cut: bool = False
-    unfilled: dict[SlotPool, int] = field(default_factory=dict)
+    filling: int = 0
     due_ns: int = 0
 
     def validate(self) -> None:
         """Check that the decisions agree with the slots and the asks."""
-        unfilled: dict[SlotPool, int] = {}
+        filling = 0
         for key, store_key in self.keys.items():
             invariant(store_key.key == key, "decision under another key", key=key.hex())
             invariant(store_key.filled & ~store_key.told == 0, "filled without being told", key=key.hex())
             if store_key.decision is Decision.FILLING:
                 invariant(len(store_key.slots) == self.space.rank_count, "not a slot for each rank", key=key.hex())
                 invariant(store_key.filled != self.space.full, "filled but not complete", key=key.hex())
-                unfilled[store_key.pool] = unfilled.get(store_key.pool, 0) + self.space.rank_count
-        for pool in {*unfilled, *self.unfilled}:
-            held = self.unfilled.get(pool, 0)
-            invariant(held == unfilled.get(pool, 0), "offer miscounts its slots", offer=self.id, held=held)
-        waiting = any(store_key.decision is Decision.WAITING for store_key in self.undecided)
-        invariant(not waiting or self.queued is not None, "an undecided offer is in no queue", offer=self.id)
+                filling += 1
+        invariant(self.filling == filling, "offer miscounts what is filling", offer=self.id, filling=filling)

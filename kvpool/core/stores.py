@@ -3,13 +3,15 @@ Stores: which offered keys get slots, and what becomes of them until they are fi
 
 Theory. An offer is decided key by key in prefix order. A key gets slots for all ranks at once, or
 waits for them with its whole offer behind it, or is dropped; the first drop cuts the offer, because
-a prefix with a hole is worth nothing behind the hole. Engines take turns.
+a prefix with a hole is worth nothing behind the hole. An engine's offers are decided in the order in
+which they came, whatever their slot sizes, since its ranks copy a request's offers in that order: so
+no offer waits for slots that a later one holds. Engines take turns. Ranks fill early keys while later
+ones wait, so an offer larger than staging streams through.
 
 Loads go first: stores hold at most the slots beyond a reserve for loads, and take no slot that an
 opened read waits for. Only while stores hold less than one key's slots may they take those before
 loads, and loads then leave slots until one key's are together (`SlotPool.saved`), so that stores go
-on, slowly, under any load. A rank fills nothing before its whole offer is decided; a key that could
-get slots only from its own offer's earlier keys is therefore dropped at once.
+on, slowly, under any load.
 
 A dropped key frees the slots nobody can be writing to; the others stay filling until their ranks
 say Filled or Cancel, or leave and are proven gone.
@@ -45,6 +47,7 @@ class Stores:
     Attributes:
         offers: By identity, until decided, asked by all ranks and not cut, or past their deadline.
         filling: The FILLING decision of a key; at most one.
+        queue: Offers with undecided keys, by engine.
         accepting: False while draining.
     """
 
@@ -60,7 +63,8 @@ class Stores:
         self.counts = counts
         self.offers: dict[OfferId, Offer] = {}
         self.filling: dict[tuple[int, bytes], StoreKey] = {}
-        self.queues: dict[SlotPool, FairQueue[Offer]] = {}
+        self.queue: FairQueue[Offer] = FairQueue()
+        self.pools: list[SlotPool] = []
         self.decide_deadlines: Deadlines[StoreKey] = Deadlines(store_deadline_ns, _key_waits)
         self.fill_deadlines: Deadlines[StoreKey] = Deadlines(fill_deadline_ns, _key_waits)
         self.offer_deadlines: Deadlines[Offer] = Deadlines(
@@ -70,7 +74,7 @@ class Stores:
 
     def add_pool(self, pool: SlotPool) -> None:
         """Serve that slot size too."""
-        self.queues[pool] = FairQueue()
+        self.pools.append(pool)
 
     # ------------------------------------------------------------ ranks ask
 
@@ -92,7 +96,8 @@ class Stores:
         self.counts["stores_wanted"] += len(keys)
         for offset, (key, size) in enumerate(zip(keys, sizes, strict=True)):
             self._ask(offer, Ask(job, first + offset), key, pools[size], now_ns)
-        self._enqueue(offer)
+        if offer.undecided:
+            self.queue.push(client.engine, offer)
         job.maybe_forget()
 
     def _check_ask(self, client: Client, event: StoreWanted, offer_id: OfferId) -> list[int]:
@@ -173,38 +178,21 @@ class Stores:
 
     # ------------------------------------------------------------ decisions
 
-    def _enqueue(self, offer: Offer) -> None:
-        """Let the offer wait in the queue of its first undecided key's size, and in no other."""
-        pool = offer.undecided[0].pool if offer.undecided else None
-        if offer.queued is pool:
-            return
-        if offer.queued is not None:
-            self.queues[offer.queued].discard(offer.id.engine, offer)
-        offer.queued = pool
-        if pool is not None:
-            self.queues[pool].push(offer.id.engine, offer)
-
     def pump(self, now_ns: int) -> None:
         """Decide what can be decided now."""
         accepting = self.accepting and now_ns >= self.writes.full_until_ns
-        for pool in self.queues:
+        for pool in self.pools:
             pool.saved = 0
-        moved = True
+        moved = bool(self.queue)
         while moved:
             moved = False
-            for queue in self.queues.values():
-                if queue:
-                    moved |= self._serve_heads(queue, accepting, now_ns)
-
-    def _serve_heads(self, queue: FairQueue[Offer], accepting: bool, now_ns: int) -> bool:
-        moved = False
-        for engine, offer in queue.heads():
-            if self._decide_next(offer, accepting, now_ns):
-                moved = True
-                queue.yield_turn(engine)
-                self._enqueue(offer)
-                self._maybe_forget_offer(offer)
-        return moved
+            for engine, offer in self.queue.heads():
+                if self._decide_next(offer, accepting, now_ns):
+                    moved = True
+                    self.queue.yield_turn(engine)
+                    if not offer.undecided:
+                        self.queue.discard(engine, offer)
+                        self._maybe_forget_offer(offer)
 
     def _decide_next(self, offer: Offer, accepting: bool, now_ns: int) -> bool:
         """Decide the offer's first undecided key; return False if it has to wait."""
@@ -238,7 +226,7 @@ class Stores:
         space, pool = store_key.space, store_key.pool
         ranks = space.rank_count
         capacity = pool.store_capacity(ranks)
-        if capacity - store_key.offer.unfilled.get(pool, 0) < ranks:
+        if capacity < ranks:
             return Decision.DROPPED
         if pool.store_held + ranks > capacity:
             return Decision.WAITING
@@ -258,7 +246,7 @@ class Stores:
         store_key.slots = [pool.take(store_key.object_of(rank), by_store=True) for rank in range(space.rank_count)]
         store_key.decision = Decision.FILLING
         store_key.due_ns = self.fill_deadlines.start(store_key, now_ns)
-        offer.unfilled[pool] = offer.unfilled.get(pool, 0) + space.rank_count
+        offer.filling += 1
         self.filling[space.namespace, store_key.key] = store_key
         self.counts["keys_granted"] += 1
         self._answer_all(store_key)
@@ -306,7 +294,7 @@ class Stores:
 
     def _end_filling(self, store_key: StoreKey) -> None:
         del self.filling[store_key.space.namespace, store_key.key]
-        store_key.offer.unfilled[store_key.pool] -= store_key.space.rank_count
+        store_key.offer.filling -= 1
 
     # ------------------------------------------------------------ ranks fill
 
@@ -426,7 +414,7 @@ class Stores:
                 self.counts["fills_late"] += 1
                 self._drop(store_key)
         for offer in self.offer_deadlines.expired(now_ns):
-            if offer.undecided or any(offer.unfilled.values()):
+            if offer.undecided or offer.filling:
                 offer.due_ns = self.offer_deadlines.start(offer, now_ns)
             else:
                 self._forget_offer(offer)
@@ -438,10 +426,12 @@ class Stores:
         for offer_id, offer in self.offers.items():
             invariant(offer.id == offer_id, "offer under another identity", offer=offer_id)
             offer.validate()
-        for pool, queue in self.queues.items():
-            for offer in queue:
-                invariant(offer.queued is pool, "offer in the wrong queue", offer=offer.id)
-                invariant(bool(offer.undecided), "a decided offer is queued", offer=offer.id)
+        for offer in self.queue:
+            invariant(bool(offer.undecided), "a decided offer is queued", offer=offer.id)
+            invariant(self.offers.get(offer.id) is offer, "a forgotten offer is queued", offer=offer.id)
+        queued = set(self.queue)
+        for offer in self.offers.values():
+            invariant(offer in queued or not offer.undecided, "an undecided offer is not queued", offer=offer.id)
         for (namespace, key), store_key in self.filling.items():
             invariant(store_key.key == key, "filling another key", key=key.hex())
             invariant(store_key.space.namespace == namespace, "filling in another namespace", key=key.hex())
