@@ -19,6 +19,7 @@ Does not cover: which objects to read or write, and how many at a time (`kvpool.
 
 import errno
 import heapq
+import logging
 import os
 import select
 import stat
@@ -30,7 +31,7 @@ from kvpool.core import layout, trailer
 from kvpool.core.object_events import SlotRef
 from kvpool.core.trailer import ALIGNMENT_BYTES, TRAILER_BYTES, Expected
 from kvpool.errors import Code, IntegrityError, invariant
-from kvpool.io import errnos
+from kvpool.io import errnos, syscall_ring
 from kvpool.io.checksum import INLINE_BYTES_MAX, ChecksumPool, payload_checksum
 from kvpool.io.engine import Ended, Kind, SegmentMemory
 from kvpool.io.errnos import Meaning
@@ -38,6 +39,8 @@ from kvpool.io.faults import Faults
 from kvpool.io.files import DeviceFiles, Naming
 from kvpool.io.ring_interface import Ring
 from kvpool.io.thread_ring import ThreadRing
+
+log = logging.getLogger("kvpool.engine")
 
 RING_ENTRIES = 512
 #: Times one request is repeated after EINTR or EAGAIN, and a publication after its folder vanished.
@@ -636,12 +639,21 @@ def open_engine(
 
 
 def maybe_uring() -> Callable[[int], Ring] | str:
-    """Return what makes a ring of io_uring, or why there can be none."""
+    """
+    Return what makes a ring of io_uring, or why there can be none.
+
+    The binding makes it where it runs; where its wheel does not suit the CPU, the system calls do.
+    """
+    reason = syscall_ring.why_not()
+    if reason is not None:
+        return reason
     try:
         from kvpool.io import ring  # noqa: PLC0415 - the binding may be missing, or not fit this machine
     except ImportError as error:
-        return f"no liburing binding: {error}"
-    reason = ring.why_not()
-    if reason is not None:
-        return reason
-    return lambda pipe_fd: ring.UringRing(entries=RING_ENTRIES, pipe_fd=pipe_fd)
+        binding_reason: str | None = f"no liburing binding: {error}"
+    else:
+        binding_reason = ring.why_not()
+        if binding_reason is None:
+            return lambda pipe_fd: ring.UringRing(entries=RING_ENTRIES, pipe_fd=pipe_fd)
+    log.info("io_uring by system calls: %s", binding_reason)
+    return lambda pipe_fd: syscall_ring.SyscallRing(entries=RING_ENTRIES, pipe_fd=pipe_fd)
