@@ -124,9 +124,9 @@ def runs_of(slots: Sequence[tuple[int, Place]]) -> Runs:
     for address, place in slots:
         by_layout.setdefault(id(place.layout), []).append((address, place))
     parts = [_runs_of_layout(same) for same in by_layout.values()]
-    if len(parts) == 1:
-        return parts[0]
-    return Runs(*(np.concatenate(column) if column else np.empty(0, np.int64) for column in zip(*parts, strict=True)))
+    if not parts:
+        return Runs(*(np.empty(0, np.int64) for _ in Runs._fields))
+    return Runs(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def _runs_of_layout(slots: list[tuple[int, Place]]) -> Runs:
