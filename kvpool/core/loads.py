@@ -115,8 +115,7 @@ class Loads:
     Attributes:
         reads: The read that new waiters of an object join; not those that are past their deadline.
         lanes: One per slot size, in turns.
-        places_max: Opens in flight plus files opened and not yet read; at least one per slot size.
-        lane_share: The part of that which a slot size may have without having free slots.
+        open_lookahead: Opens in flight plus files opened and not yet read, at most; at least one per slot size.
         relieved: Clients with parked waiters that use less now.
         join_store: Set by the table: lets a waiter wait for a store that is filling its object.
         counts: Counters, shared with the table.
@@ -126,7 +125,7 @@ class Loads:
         self, *, open_lookahead: int, deadline_ns: int, index: KeyIndex, residency: Residency, drive: Drive,
         actions: list[Action], counts: dict[str, int],
     ) -> None:  # fmt: skip
-        self.open_lookahead = self.places_max = self.lane_share = open_lookahead
+        self.open_lookahead = open_lookahead
         self.index = index
         self.residency = residency
         self.drive = drive
@@ -144,8 +143,6 @@ class Loads:
         lane = Lane(pool)
         self.lanes.append(lane)
         self.lane_of[pool] = lane
-        self.places_max = max(self.open_lookahead, len(self.lanes))
-        self.lane_share = self.places_max // len(self.lanes)
 
     # ------------------------------------------------------------ waiters come
 
@@ -366,25 +363,28 @@ class Loads:
     def _start_opens(self, now_ns: int) -> None:
         lanes = self.lanes
         places = sum(lane.places for lane in lanes)
+        active = sum(bool(lane.queued or lane.places) for lane in lanes)
+        places_max = max(self.open_lookahead, active)
+        share = places_max // max(1, active)
         idle = 0
         while idle < len(lanes):
             lane = lanes[0]
             lanes.rotate(-1)
             idle += 1
-            if not lane.queued or lane.places >= max(self.lane_share, len(lane.pool.free)):
+            if not lane.queued or lane.places >= max(share, len(lane.pool.free)):
                 continue
-            if places >= self.places_max:
-                if lane.places >= self.lane_share or not self._give_back_one():
+            if places >= places_max:
+                if lane.places >= share or not self._give_back_one(share):
                     continue
                 places -= 1
             idle = 0
             places += 1
             self._start_open(lane, now_ns)
 
-    def _give_back_one(self) -> bool:
+    def _give_back_one(self, share: int) -> bool:
         """Close a file of a size that has more than its share open and no slot to read it into; it is opened again."""
         for lane in self.lanes:
-            if lane.opened and lane.places > self.lane_share and not lane.pool.free:
+            if lane.opened and lane.places > share and not lane.pool.free:
                 read = next(reversed(lane.opened))
                 lane.remove_opened(read)
                 self.actions.append(CloseFile(op=read.op))
@@ -482,7 +482,7 @@ class Loads:
     def validate(self) -> None:
         """Check that queues, phases and bounds agree."""
         places = sum(lane.places for lane in self.lanes)
-        invariant(places <= self.places_max, "more opens than the look-ahead", places=places)
+        invariant(places <= max(self.open_lookahead, len(self.lanes)), "more opens than the look-ahead", places=places)
         for lane in self.lanes:
             for read in lane.queued:
                 invariant(read.phase is Phase.QUEUED, "queued read in another phase", phase=read.phase.value)

@@ -248,10 +248,10 @@ class World:
         self.do(ClientJoined(client=joined.client, engine=engine, namespace=joined.namespace, rank=rank))
         return joined
 
-    def leave(self, rank: Rank) -> None:
+    def leave(self, rank: Rank) -> list[Action]:
         """Its socket closes; its copies go on."""
         self._departed(rank)
-        self.do(ClientLeft(client=rank.client))
+        return self.do(ClientLeft(client=rank.client))
 
     def _departed(self, rank: Rank) -> None:
         rank.left = True
@@ -259,7 +259,7 @@ class World:
             if client == rank.client and status == "asked":
                 self.status[client, job, index] = "withdrawn"
 
-    def prove(self, rank: Rank) -> None:
+    def prove(self, rank: Rank) -> list[Action]:
         """Its copies have ended, and perhaps the table hears that before it hears that the rank left."""
         if not rank.left:
             self._departed(rank)
@@ -267,13 +267,18 @@ class World:
             users -= {user for user in users if isinstance(user, tuple) and user[0] == rank.client}
         rank.pinned.clear()
         rank.granted.clear()
-        self.do(ClientProven(client=rank.client))
+        return self.do(ClientProven(client=rank.client))
 
     def load(self, rank: Rank, keys: list[bytes], job: int | None = None) -> int:
         """Ask for objects, in a new job or as the next part of *job*."""
         job, first = self._ask(rank, "load", keys, job)
         self.do(LoadWanted(client=rank.client, job=job, first=first, keys=keys))
         return job
+
+    def do_load(self, rank: Rank, keys: list[bytes]) -> list[Action]:
+        """Ask for objects in a new job and return the actions."""
+        job, first = self._ask(rank, "load", keys, None)
+        return self.do(LoadWanted(client=rank.client, job=job, first=first, keys=keys))
 
     def _ask(self, rank: Rank, kind: str, keys: list[bytes], job: int | None) -> tuple[int, int]:
         if job is None:
@@ -286,20 +291,20 @@ class World:
             self.status[rank.client, job, index] = "asked"
         return job, first
 
-    def cancel_load(self, rank: Rank, job: int) -> None:
+    def cancel_load(self, rank: Rank, job: int) -> list[Action]:
         """Take back what is not ready."""
         for (client, known, index), status in self.status.items():
             if (client, known, status) == (rank.client, job, "asked"):
                 self.status[client, known, index] = "withdrawn"
-        self.do(LoadCancelled(client=rank.client, job=job))
+        return self.do(LoadCancelled(client=rank.client, job=job))
 
-    def release(self, rank: Rank, job: int, indices: list[int]) -> None:
+    def release(self, rank: Rank, job: int, indices: list[int]) -> list[Action]:
         """End the copies out of these slots."""
         for index in indices:
             slot = rank.pinned.pop((job, index))
             assert self.contents[slot] == rank.object_of(job, index), "bytes changed while they were pinned"
             self.readers[slot].remove((rank.client, job, index))
-        self.do(SlotsReleased(client=rank.client, job=job, indices=indices))
+        return self.do(SlotsReleased(client=rank.client, job=job, indices=indices))
 
     def offer(self, engine: str, keys: list[bytes]) -> Offer:
         """Decide, as an engine's scheduler does, to store *keys*."""
@@ -314,15 +319,15 @@ class World:
         self.do(StoreWanted(client=rank.client, job=job, store=offer.store, first=first, keys=offer.keys))
         return job
 
-    def fill(self, rank: Rank, job: int, indices: list[int]) -> None:
+    def fill(self, rank: Rank, job: int, indices: list[int]) -> list[Action]:
         """End the copies into these slots."""
         for index in indices:
             slot = rank.granted.pop((job, index))
             self.contents[slot] = rank.object_of(job, index)
             self.writers[slot].remove((rank.client, job, index))
-        self.do(SlotsFilled(client=rank.client, job=job, indices=indices))
+        return self.do(SlotsFilled(client=rank.client, job=job, indices=indices))
 
-    def cancel_store(self, rank: Rank, job: int, indices: list[int]) -> None:
+    def cancel_store(self, rank: Rank, job: int, indices: list[int]) -> list[Action]:
         """Do not fill these; no copy into their slots runs."""
         for index in indices:
             if self.status.get((rank.client, job, index)) == "asked":
@@ -330,7 +335,7 @@ class World:
             slot = rank.granted.pop((job, index), None)
             if slot is not None:
                 self.writers[slot].remove((rank.client, job, index))
-        self.do(StoreCancelled(client=rank.client, job=job, indices=indices))
+        return self.do(StoreCancelled(client=rank.client, job=job, indices=indices))
 
     # ------------------------------------------------------------ what the device and the coordinator do
 
@@ -341,22 +346,23 @@ class World:
         self.do(SegmentAdded(segment=segment, slot_bytes=slot_bytes, slot_count=slot_count))
         return segment
 
-    def recall(self, segment: int) -> None:
+    def recall(self, segment: int) -> list[Action]:
         """Want staging back."""
         self.recalled.add(segment)
-        self.do(SegmentRecalled(segment=segment))
+        return self.do(SegmentRecalled(segment=segment))
 
-    def end_open(self, op: int, error: Code | None = None) -> None:
+    def end_open(self, op: int, error: Code | None = None) -> list[Action]:
         """An open ends; without a file it always ends with MISSING."""
         object_id = self.opening.pop(op)
         if error is None and object_id not in self.files:
             error = Code.MISSING
         if error is None:
             self.opened[op] = (object_id, self.files[object_id])
-        self.do(FileOpened(op=op, error=error))
+        actions = self.do(FileOpened(op=op, error=error))
         assert error is not Code.MISSING or not self.flags[object_id.namespace, object_id.key] & STORED
+        return actions
 
-    def end_read(self, op: int, error: Code | None = None) -> None:
+    def end_read(self, op: int, error: Code | None = None) -> list[Action]:
         """A read ends; other bytes than the object's always end it with CORRUPT."""
         object_id, slot, content = self.reading.pop(op)
         assert self.contents[slot] == TORN, "somebody else wrote to a slot while it was read into"
@@ -365,26 +371,26 @@ class World:
             error = Code.CORRUPT
         if error is None:
             self.contents[slot] = content
-        self.do(FileRead(op=op, error=error))
+        return self.do(FileRead(op=op, error=error))
 
-    def end_publish(self, op: int, error: Code | None = None) -> None:
+    def end_publish(self, op: int, error: Code | None = None) -> list[Action]:
         """A publish ends; a file that was there already stays as it is."""
         object_id, slot = self.publishing.pop(op)
         assert self.contents[slot] == object_id, "bytes changed while they were written"
         self.readers[slot].remove(("kernel", op))
         if error is None:
             self.files.setdefault(object_id, object_id)
-        self.do(ObjectPublished(op=op, error=error))
+        return self.do(ObjectPublished(op=op, error=error))
 
     def find_files(self, objects: list[ObjectId]) -> None:
         """The scan tells files; they may be gone again meanwhile."""
         for object_id in objects:
             self.do(KeysFound(namespace=object_id.namespace, rank=object_id.rank, keys=[object_id.key]))
 
-    def pass_time(self, nanoseconds: int) -> None:
+    def pass_time(self, nanoseconds: int) -> list[Action]:
         """Time goes on; the table looks at its deadlines."""
         self.now_ns += nanoseconds
-        self.do(TimePassed())
+        return self.do(TimePassed())
 
     def drain(self) -> None:
         """The pool is to end."""
