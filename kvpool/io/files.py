@@ -14,6 +14,7 @@ import enum
 import errno
 import mmap
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ from kvpool.wire.messages import NamespaceSpec
 
 #: Files kept in the quarantine; one more and the oldest goes.
 QUARANTINE_FILES_MAX = 64
+#: A trial file or a manifest is written in moments; an older temporary was left by a process that was killed.
+LEFTOVER_AGE_S = 60.0
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 _TRIAL_BYTES = 4096
@@ -261,7 +264,8 @@ class DeviceFiles:
             for entry in entries:
                 if layout.is_temporary(entry.name):
                     with contextlib.suppress(FileNotFoundError):
-                        os.unlink(entry.path)
+                        if time.time() - entry.stat().st_mtime > LEFTOVER_AGE_S:  # else it may be another's, at work
+                            os.unlink(entry.path)
 
     def close(self) -> None:
         """Nothing is held open."""

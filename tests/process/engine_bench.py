@@ -162,7 +162,7 @@ class Bench:
     def settle(self) -> None:
         """Wait until closes that nobody waits for have been made."""
         deadline_s = time.monotonic() + WAIT_S
-        while any(ring.in_flight for ring in self.engine._rings):  # noqa: SLF001 - no part of an engine's interface
+        while any(ring.in_flight for ring in self.engine._rings):
             assert time.monotonic() < deadline_s
             assert [] == self.engine.reap()
             select.select(self.engine.fds(), [], [], 0.05)

@@ -140,7 +140,9 @@ def test_any_flipped_byte_that_is_used_is_found(make, place):
     bench = make(payload_bytes=150_000)
     bench.store(1)
     raw = bytearray(bench.path(1).read_bytes())
-    offset = {"first byte": 0, "last payload byte": 149_999, "padding": 150_001, "trailer": len(raw) - 4000}.get(place, -1)
+    offset = {"first byte": 0, "last payload byte": 149_999, "padding": 150_001, "trailer": len(raw) - 4000}.get(
+        place, -1
+    )
     raw[offset] ^= 0x10
     bench.path(1).write_bytes(raw)
     end = bench.load(1)
@@ -207,7 +209,8 @@ def test_short_reads_continue_to_the_whole_object(make):
 @pytest.mark.parametrize(
     ("faults", "store", "load"),
     [(FaultSettings(open_error=1), None, Code.READ_ERROR), (FaultSettings(read_error=1), None, Code.READ_ERROR),
-     (FaultSettings(write_error=1), Code.WRITE_ERROR, Code.MISSING), (FaultSettings(no_space=1), Code.DEVICE_FULL, Code.MISSING)],
+     (FaultSettings(write_error=1), Code.WRITE_ERROR, Code.MISSING),
+     (FaultSettings(no_space=1), Code.DEVICE_FULL, Code.MISSING)],
 )  # fmt: skip
 def test_an_error_ends_the_operation_with_its_code_and_leaves_nothing(make, faults, store, load):
     bench = make(faults=faults, unnamed=False)
@@ -325,14 +328,14 @@ def test_a_full_filesystem_is_full_and_no_trouble(tmp_path, kind):
         pytest.skip("mounting a small filesystem takes root")
     mount = tmp_path / "small"
     mount.mkdir()
-    if os.system(f"mount -t tmpfs -o size=2m none {mount} 2>/dev/null"):  # noqa: S605
+    if os.system(f"mount -t tmpfs -o size=2m none {mount} 2>/dev/null"):
         pytest.skip("this host does not let us mount")
     try:
         bench = Bench(mount / "device", kind, payload_bytes=500_000)
         ends = [bench.store(number) for number in range(6)]
         bench.close()
     finally:
-        os.system(f"umount -l {mount}")  # noqa: S605
+        os.system(f"umount -l {mount}")
     assert {None, Code.DEVICE_FULL} == {end.error for end in ends}
     assert [Code.DEVICE_FULL] == [code for code, _ in itertools.groupby(end.error for end in ends)][1:]
     assert not any(end.device_trouble for end in ends)

@@ -52,8 +52,8 @@ def test_a_key_without_a_usable_hash_is_our_mistake(key):
 
 @pytest.mark.parametrize(
     "name",
-    ["", "manifest.json", "00.BIN", "0.bin", "AB.bin", "ab_g0.bin", "ab_g01.bin", "ab_g4294967296.bin", "ab_g.bin", "ab.bin ",
-     "ab.bin\n", "../ab.bin", "ab_g1_g2.bin", "ab_g١.bin", ".kvpool-1-2.tmp", "00" * 113 + ".bin"],
+    ["", "manifest.json", "00.BIN", "0.bin", "AB.bin", "ab_g0.bin", "ab_g01.bin", "ab_g4294967296.bin", "ab_g.bin",
+     "ab.bin ", "ab.bin\n", "../ab.bin", "ab_g1_g2.bin", "ab_g\u0661.bin", ".kvpool-1-2.tmp", "00" * 113 + ".bin"],
 )  # fmt: skip
 def test_names_that_no_key_has_give_no_key(name):
     assert layout.maybe_key(name) is None

@@ -30,7 +30,8 @@ def test_the_format_on_disk_stays_what_it_is():
 @pytest.mark.parametrize(
     ("change", "words"),
     [({"key": b"K" * 36}, "key is another one"), ({"rank": 4}, "rank is another one"),
-     ({"fingerprint": b"F" * 32}, "fingerprint is another one"), ({"payload_bytes": 1}, "payload_bytes is another one")],
+     ({"fingerprint": b"F" * 32}, "fingerprint is another one"),
+     ({"payload_bytes": 1}, "payload_bytes is another one")],
 )  # fmt: skip
 def test_the_trailer_of_another_object_is_named_by_what_differs(change, words):
     with pytest.raises(IntegrityError, match=re.escape(words)):
@@ -39,7 +40,8 @@ def test_the_trailer_of_another_object_is_named_by_what_differs(change, words):
 
 @pytest.mark.parametrize(
     ("offset", "words"),
-    [(0, "no trailer"), (8, "another format"), (20, "own checksum"), (70, "own checksum"), (3000, "own checksum"), (4090, "own checksum")],
+    [(0, "no trailer"), (8, "another format"), (20, "own checksum"), (70, "own checksum"),
+     (3000, "own checksum"), (4090, "own checksum")],
 )  # fmt: skip
 def test_a_changed_byte_is_named(offset, words):
     raw = bytearray(trailer.pack(EXPECTED, 7))
