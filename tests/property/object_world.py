@@ -129,6 +129,7 @@ class World:
         self.flags: dict[tuple[int, bytes], int] = {}
         self.store_ends: dict[tuple[str, bytes], list[bool]] = defaultdict(list)
         self.answers: dict[str, int] = defaultdict(int)
+        self.log: list[list[Action]] = []
         self.last_number = 0
         for namespace, (rank_count, slot_bytes) in NAMESPACES.items():
             self.do(NamespaceAdded(namespace=namespace, rank_count=rank_count, slot_bytes=slot_bytes))
@@ -141,6 +142,7 @@ class World:
     def do(self, event: Event) -> list[Action]:
         """Tell the table a fact, carry out what it asks for, check everything."""
         actions = self.table.handle(event, now_ns=self.now_ns)
+        self.log.append(actions)
         for action in actions:
             self._apply(action)
         self.table.validate()
