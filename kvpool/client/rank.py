@@ -55,6 +55,9 @@ COPY_CHECK_NS = 500_000
 #: Back-off between attempts to reach a pool.
 RETRY_S_MIN = 0.2
 RETRY_S_MAX = 5.0
+#: Back-off between attempts to start a pool, where starting fails.
+START_RETRY_S_MIN = 1.0
+START_RETRY_S_MAX = 60.0
 #: Time for a coordinator to answer a Hello.
 GREETING_S = 5.0
 #: A worker that hung up without word of it from the coordinator: time until this rank attaches anew.
@@ -176,6 +179,8 @@ class RankClient:
         self._phase = _Phase.IDLE
         self._retry_s = RETRY_S_MIN
         self._phase_until_ns: int | None = 0
+        self._start_retry_s = START_RETRY_S_MIN
+        self._start_after_ns = 0
         self._coordinator: Channel | None = None
         self._welcome: msg.Welcome | None = None
         self._workers: dict[int, _Worker] = {}
@@ -503,7 +508,8 @@ class RankClient:
         try:
             self._greet(connect_pool(self._config.run_dir))
         except KvpoolError as error:
-            if self._config.autostart and isinstance(error, PoolUnavailable):
+            may_start = self._config.autostart and time.monotonic_ns() >= self._start_after_ns
+            if may_start and isinstance(error, PoolUnavailable):
                 threading.Thread(target=self._start_pool, name="kvpool-start", daemon=True).start()
             else:
                 self._not_connected(error)
@@ -525,9 +531,12 @@ class RankClient:
                 self._greet(result)
             else:
                 self._not_connected(result)
+                self._start_after_ns = time.monotonic_ns() + int(self._start_retry_s * 1e9)
+                self._start_retry_s = min(self._start_retry_s * 2, START_RETRY_S_MAX)
 
     def _not_connected(self, error: KvpoolError) -> None:
-        self._say_trouble(f"kvpool: no pool, nothing is loaded or stored: {error}")
+        if time.monotonic_ns() >= self._start_after_ns:  # else the reason is that of the failed start, said already
+            self._say_trouble(f"kvpool: no pool, nothing is loaded or stored: {error}")
         self._phase, self._phase_until_ns = _Phase.IDLE, time.monotonic_ns() + int(self._retry_s * 1e9)
 
     def _greet(self, sock: socket.socket) -> None:
@@ -582,7 +591,7 @@ class RankClient:
     def _join(self, welcome: msg.Welcome) -> None:
         self._welcome = welcome
         self._phase, self._phase_until_ns, self._retry_s = _Phase.JOINED, None, RETRY_S_MIN
-        self._trouble = ""
+        self._trouble, self._start_retry_s = "", START_RETRY_S_MIN
         log.info("kvpool: joined pool generation %d as client %d", welcome.generation, welcome.client)
         self._feed(
             ev.PoolJoined(

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from kvpool.client import rank as rank_module
 from kvpool.client.copier import Copier, Copy, MemoryCopier
 from kvpool.client.launch import ClientConfig
 from kvpool.client.rank import JobEnded, LoadObject, RankClient, StoreObject
-from kvpool.errors import Code, InvariantError
+from kvpool.errors import Code, InvariantError, PoolUnavailable
 from kvpool.wire.messages import GroupSpec, NamespaceSpec
 from tests.process.fake_pool import FakePool
 
@@ -479,6 +480,27 @@ def test_without_a_pool_jobs_end_at_once(tmp_path: Path, open_descriptors: None)
     client.close()
 
 
+def test_a_pool_that_cannot_be_started_is_tried_again_ever_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, open_descriptors: None
+) -> None:
+    tries: list[float] = []
+
+    def failing(config: ClientConfig) -> None:
+        tries.append(time.monotonic())
+        raise PoolUnavailable("the coordinator ended at its start")
+
+    monkeypatch.setattr(rank_module, "ensure_pool", failing)
+    monkeypatch.setattr(rank_module, "RETRY_S_MAX", 0.05)
+    monkeypatch.setattr(rank_module, "START_RETRY_S_MIN", 0.1)
+    config = ClientConfig(run_dir=str(tmp_path), autostart=True)
+    client = RankClient(config, namespace(), engine="e", rank=0, copier=MemoryCopier())
+    wait_until(lambda: len(tries) == 4)
+    client.close()
+    gaps = [after - before for before, after in pairwise(tries)]
+    assert gaps[0] < gaps[1] < gaps[2]
+    assert 1 == sum("no pool" in record.message for record in caplog.records)
+
+
 def test_two_ranks_store_only_what_both_filled(tmp_path: Path, open_descriptors: None) -> None:
     pool = FakePool(str(tmp_path), devices=2, ranks=2)
     ranks = [Rank(pool, rank=number).connected() for number in (0, 1)]
@@ -488,7 +510,7 @@ def test_two_ranks_store_only_what_both_filled(tmp_path: Path, open_descriptors:
         rank.store(1, 8)
     for rank in ranks:
         assert {5, 6, 7} == {index for index, _ in rank.end_of(1).failed}
-    wait_until(lambda: pool.free_slots() == 2 * 64 - 2 * 5)
+    wait_until(lambda: len(pool.objects) == 2 * 5 and pool.free_slots() == 2 * 64 - 2 * 5)
     assert set(keys(5)) == {key for key, _ in pool.objects}
     for rank in ranks:
         rank.client.close()

@@ -271,7 +271,7 @@ class RankMachine(RuleBasedStateMachine):
 
 
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
-RankMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, phases=PHASES)
+RankMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None, phases=PHASES)
 TestRankJobsKeepTheirPromises = RankMachine.TestCase
 
 
@@ -346,7 +346,7 @@ class TwoRanks:
         return {chunk for chunk, ranks in self.filled.items() if ranks == {0, 1}} - self.cancelled
 
 
-@settings(max_examples=150, deadline=None, phases=PHASES)
+@settings(max_examples=100, deadline=None, phases=PHASES)
 @given(data=st.data())
 def test_every_stored_prefix_has_no_hole(data: st.DataObject) -> None:
     """Refusals, failed copies and flushes at random, in any order over ranks, devices and jobs."""
