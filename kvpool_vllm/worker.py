@@ -101,7 +101,7 @@ class KvPoolWorker(OffloadingWorker):
         self._stores: dict[int, object | None] = {}
         self._ended: list[TransferResult] = []
         self._failures: list[LoadFailure] = []
-        self._mismatch_logged = False
+        self._complaints: set[str] = set()
 
     # ------------------------------------------------------------ submission
 
@@ -117,7 +117,9 @@ class KvPoolWorker(OffloadingWorker):
             unreachable("a store that is not ours", spec=spec)
         if not spec.keys or not self._same_namespace(spec.fingerprint):
             return False
-        chunks = self._deal(gpu, spec.keys, spec.masks)
+        chunks = self._maybe_deal(gpu, spec.keys, spec.masks, load=False)
+        if chunks is None:
+            return False
         after = self._copier.mark()
         self._stores[job] = after
         objects = [
@@ -147,7 +149,9 @@ class KvPoolWorker(OffloadingWorker):
             unreachable("a load that is not ours", spec=spec)
         if not spec.keys or not self._same_namespace(spec.fingerprint):
             return False
-        chunks = self._deal(gpu, spec.keys, [None] * len(spec.keys), load=True)
+        chunks = self._maybe_deal(gpu, spec.keys, [None] * len(spec.keys), load=True)
+        if chunks is None:
+            return False
         after = self._copier.mark()
         self._loads[job] = LoadRecord(spec.request, spec.keys, [blocks for _, blocks in chunks], after)
         objects = [
@@ -157,8 +161,18 @@ class KvPoolWorker(OffloadingWorker):
         self._client.submit_load(job, objects)
         return True
 
+    def _maybe_deal(
+        self, gpu: GPULoadStoreSpec, keys: Sequence[bytes], masks: Sequence[bytes | None], *, load: bool
+    ) -> list[tuple[int, Int64s]] | None:
+        """Return what :meth:`_deal` does; None where blocks and keys do not fit together."""
+        try:
+            return self._deal(gpu, keys, masks, load=load)
+        except GeometryError as error:
+            self._complain(f"a job is not {'loaded' if load else 'stored'}, as its blocks and keys do not fit: {error}")
+            return None
+
     def _deal(
-        self, gpu: GPULoadStoreSpec, keys: Sequence[bytes], masks: Sequence[bytes | None], *, load: bool = False
+        self, gpu: GPULoadStoreSpec, keys: Sequence[bytes], masks: Sequence[bytes | None], *, load: bool
     ) -> list[tuple[int, Int64s]]:
         """Return, per key, the index of its group's layout and the block ids of its chunk."""
         counts = [0] * len(self._layouts)
@@ -183,15 +197,14 @@ class KvPoolWorker(OffloadingWorker):
         """Say whether scheduler and worker mean the same bytes; they are computed apart."""
         if fingerprint == self._fingerprint:
             return True
-        if not self._mismatch_logged:
-            self._mismatch_logged = True
-            logger.error(
-                "kvpool: scheduler and worker disagree about the identity of the KV cache (%s and %s); "
-                "nothing is loaded or stored",
-                fingerprint,
-                self._fingerprint,
-            )
+        self._complain("scheduler and worker disagree about the identity of the KV cache: nothing is loaded or stored")
         return False
+
+    def _complain(self, what: str) -> None:
+        """Log an error, the first time."""
+        if what not in self._complaints:
+            self._complaints.add(what)
+            logger.error("kvpool: %s", what)
 
     # ------------------------------------------------------------ ends
 
@@ -229,14 +242,24 @@ class KvPoolWorker(OffloadingWorker):
         self._failures.append(LoadFailure(job, request, keys, blocks))
 
     def _end_all(self) -> None:
-        """The client broke: end every job, so that vLLM gets its blocks back."""
+        """Something of ours broke: end every job, so that vLLM gets its blocks back; copies end before."""
+        jobs = {*self._loads, *self._stores}
+        if not jobs or not self._flushed(jobs):
+            return
         for job, record in list(self._loads.items()):
             record.reset = True
             self._end_load(job, ())
-            self._ended.append(TransferResult(job, True))
-        for job in list(self._stores):
-            del self._stores[job]
-            self._ended.append(TransferResult(job, True))
+        self._stores.clear()
+        self._ended.extend(TransferResult(job, True) for job in sorted(jobs))
+
+    def _flushed(self, jobs: set[int]) -> bool:
+        """Wait for the copies of *jobs*; False: not known to have ended, so their blocks must not be used again."""
+        try:
+            self._client.flush(jobs)
+        except Exception:  # the border to the engine: what can be done about it was done
+            logger.exception("kvpool: transfers cannot be ended; their requests will not finish")
+            return False
+        return True
 
     def take_failures(self) -> list[LoadFailure]:
         """Return the failures of the jobs that :meth:`get_finished` has returned since the last call."""

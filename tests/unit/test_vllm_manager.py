@@ -1,0 +1,223 @@
+"""The scheduler's view of what is stored, over a pool that answers from a table."""
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvpool.client.scheduler import Hit, Later, Lookup, Miss
+from kvpool_vllm.manager import KvPoolManager
+from kvpool_vllm.transfer_specs import KvPoolLoadSpec, KvPoolStoreSpec
+
+CHUNK = 256
+
+
+class FakePool:
+    """What the manager calls of a scheduler client."""
+
+    def __init__(self) -> None:
+        self.known: dict[bytes, Lookup] = {}
+        self.connected = True
+        self.changes = 0
+        self.cut: set[str] = set()
+        self.announced: list[tuple[str, list[bytes], int]] = []
+        self.withdrawn: list[str] = []
+        self.offered: list[tuple[str, tuple[bytes, ...]]] = []
+        self.placed: list[tuple[bytes, int, bytes]] = []
+        self.closed = False
+
+    def announce(self, request: str, keys: list[bytes], priority: int) -> None:
+        self.announced.append((request, keys, priority))
+
+    def withdraw(self, request: str) -> None:
+        self.withdrawn.append(request)
+
+    def lookup(self, request: str, key: bytes) -> Lookup:
+        return self.known.get(key, Miss("absent"))
+
+    def place_store(self, request: str, key: bytes, position: int, first_key: bytes) -> int:
+        self.placed.append((key, position, first_key))
+        return position % 2
+
+    def store_offered(self, request: str, keys: tuple[bytes, ...]) -> None:
+        self.offered.append((request, keys))
+
+    def request_cut(self, request: str) -> bool:
+        return request in self.cut
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def key_of(index: int, group: int = 0) -> OffloadKey:
+    return make_offload_key(bytes([index]) * 32, group)
+
+
+def context_of(request: str = "r", *, keys: int = 4) -> ReqContext:
+    context = ReqContext(req_id=request)
+    for index in range(keys):
+        context.set_offload_key_position(key_of(index), (index + 1) * CHUNK)
+    return context
+
+
+@pytest.fixture
+def pool() -> FakePool:
+    return FakePool()
+
+
+@pytest.fixture
+def manager(pool: FakePool) -> KvPoolManager:
+    made = KvPoolManager(pool, fingerprint="f", chunk_tokens={0: CHUNK})  # type: ignore[arg-type]
+    made.on_new_request(context_of())
+    made.announce("r", [key_of(index) for index in range(4)], priority=3)
+    return made
+
+
+def stored_keys(manager: KvPoolManager, context: ReqContext, *indices: int) -> list[bytes]:
+    output = manager.prepare_store([key_of(index) for index in indices], context)
+    assert output is not None
+    spec = output.store_spec
+    assert isinstance(spec, KvPoolStoreSpec)
+    assert list(spec.keys) == output.keys_to_store
+    return list(spec.keys)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (Hit(0, True), LookupResult.HIT),
+        (Hit(1, False), LookupResult.HIT),
+        (Later(9, "unanswered"), LookupResult.RETRY),
+        (Miss("absent"), LookupResult.MISS),
+    ],
+)
+def test_a_lookup_says_what_the_pool_says(
+    manager: KvPoolManager, pool: FakePool, found: Lookup, expected: LookupResult
+) -> None:
+    pool.known[key_of(0)] = found
+    assert expected == manager.lookup(key_of(0), context_of())
+
+
+def test_a_request_is_announced_with_its_priority_and_withdrawn_at_its_end(
+    manager: KvPoolManager, pool: FakePool
+) -> None:
+    manager.on_request_finished(context_of())
+    assert [("r", [key_of(index) for index in range(4)], 3)] == pool.announced
+    assert ["r"] == pool.withdrawn
+
+
+def test_a_hit_names_the_tier_it_comes_from(manager: KvPoolManager, pool: FakePool) -> None:
+    pool.known = {key_of(0): Hit(0, True), key_of(1): Hit(0, False)}
+    for index in range(3):
+        manager.lookup(key_of(index), context_of())
+    sources = [manager.get_load_source(key_of(index), context_of()) for index in range(3)]
+    assert [CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.EXTERNAL_UNSPECIFIED] == sources
+
+
+def test_a_load_carries_the_device_of_each_key(manager: KvPoolManager, pool: FakePool) -> None:
+    pool.known = {key_of(0): Hit(2, True), key_of(1): Hit(1, False)}
+    for index in range(2):
+        manager.lookup(key_of(index), context_of())
+    spec = manager.prepare_load([key_of(0), key_of(1)], context_of())
+    assert KvPoolLoadSpec("r", "f", (key_of(0), key_of(1)), (2, 1)) == spec
+    assert {1: [key_of(1)]} == manager.missing_keys("r", [key_of(0), key_of(1)])
+
+
+def test_a_request_whose_load_failed_finds_nothing_any_more(manager: KvPoolManager, pool: FakePool) -> None:
+    pool.known = {key_of(0): Hit(0, True)}
+    manager.on_new_request(context_of("other"))
+    manager.load_failed("r", [key_of(0)])
+    assert LookupResult.MISS == manager.lookup(key_of(0), context_of())
+    assert LookupResult.HIT == manager.lookup(key_of(0), context_of("other"))
+
+
+def test_what_failed_to_load_is_offered_for_storing_although_the_index_has_it(
+    manager: KvPoolManager, pool: FakePool
+) -> None:
+    pool.known = {key_of(0): Hit(0, False), key_of(1): Hit(0, False)}
+    manager.load_failed("r", [key_of(1)])
+    assert [key_of(1)] == stored_keys(manager, context_of(), 0, 1)
+
+
+def test_stored_keys_and_keys_being_stored_are_not_offered(manager: KvPoolManager, pool: FakePool) -> None:
+    pool.known = {key_of(0): Hit(0, False)}
+    assert [key_of(1)] == stored_keys(manager, context_of(), 0, 1)
+    assert [key_of(2)] == stored_keys(manager, context_of(), 1, 2)
+    manager.complete_store([key_of(1)], context_of())
+    assert [key_of(1)] == stored_keys(manager, context_of(), 1, 2)
+
+
+def test_vllms_completion_of_a_store_makes_no_hit(manager: KvPoolManager) -> None:
+    stored_keys(manager, context_of(), 0)
+    manager.complete_store([key_of(0)], context_of())
+    assert LookupResult.MISS == manager.lookup(key_of(0), context_of())
+
+
+def test_a_store_is_placed_by_the_position_of_its_chunk_and_the_first_key(
+    manager: KvPoolManager, pool: FakePool
+) -> None:
+    output = manager.prepare_store([key_of(1), key_of(2)], context_of())
+    assert output is not None
+    assert [(key_of(1), 1, key_of(0)), (key_of(2), 2, key_of(0))] == pool.placed
+    spec = KvPoolStoreSpec("r", "f", (key_of(1), key_of(2)), (1, 0), (2 * CHUNK, 3 * CHUNK), (None, None))
+    assert spec == output.store_spec
+    assert [("r", (key_of(1), key_of(2)))] == pool.offered
+
+
+def test_a_cut_request_offers_nothing_more(manager: KvPoolManager, pool: FakePool) -> None:
+    pool.cut.add("r")
+    assert [] == stored_keys(manager, context_of(), 0, 1)
+
+
+def test_nothing_is_offered_without_a_pool(manager: KvPoolManager, pool: FakePool) -> None:
+    pool.connected = False
+    assert [] == stored_keys(manager, context_of(), 0, 1)
+
+
+def test_a_chunk_that_may_not_be_stored_is_left_out_and_a_mask_goes_with_one_that_has_holes(
+    manager: KvPoolManager,
+) -> None:
+    masks = {key_of(0): (False, None), key_of(1): (True, b"\0\1"), key_of(2): (True, None)}
+    manager.mask_of = lambda request, key: masks[OffloadKey(key)]
+    output = manager.prepare_store([key_of(index) for index in range(3)], context_of())
+    assert output is not None
+    spec = output.store_spec
+    assert isinstance(spec, KvPoolStoreSpec)
+    assert ((key_of(1), key_of(2)), (b"\0\1", None)) == (spec.keys, spec.masks)
+
+
+def test_after_a_reset_nothing_is_loaded_or_stored(manager: KvPoolManager, pool: FakePool) -> None:
+    pool.known = {key_of(0): Hit(0, True)}
+    manager.reset_cache()
+    assert LookupResult.MISS == manager.lookup(key_of(0), context_of())
+    assert [] == stored_keys(manager, context_of(), 1)
+
+
+@pytest.mark.parametrize(("loads", "stores"), [(True, False), (False, True)])
+def test_a_role_that_only_loads_or_only_stores_does_just_that(pool: FakePool, loads: bool, stores: bool) -> None:
+    manager = KvPoolManager(pool, fingerprint="f", chunk_tokens={0: CHUNK}, loads=loads, stores=stores)  # type: ignore[arg-type]
+    manager.on_new_request(context_of())
+    pool.known = {key_of(0): Hit(0, True)}
+    assert loads == (manager.lookup(key_of(0), context_of()) is LookupResult.HIT)
+    assert stores == bool(stored_keys(manager, context_of(), 1))
+
+
+def test_an_error_of_ours_becomes_a_miss_and_switches_the_role_off(
+    manager: KvPoolManager, pool: FakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(request: str, key: bytes) -> Lookup:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(pool, "lookup", broken)
+    assert LookupResult.MISS == manager.lookup(key_of(0), context_of())
+    monkeypatch.undo()
+    pool.known = {key_of(0): Hit(0, True)}
+    assert LookupResult.MISS == manager.lookup(key_of(0), context_of())
+    assert [] == stored_keys(manager, context_of(), 1)
+
+
+def test_shutdown_leaves_the_pool(manager: KvPoolManager, pool: FakePool) -> None:
+    manager.shutdown()
+    assert pool.closed
