@@ -24,9 +24,10 @@ def no_children() -> None:
 
 
 @pytest.fixture(scope="session")
-def models(request: pytest.FixtureRequest) -> Path:
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the tiny models, kept from run to run."""
-    return Path(request.config.cache.mkdir("tiny-models"))
+    cache = getattr(request.config, "cache", None)
+    return Path(cache.mkdir("tiny-models")) if cache else tmp_path_factory.mktemp("tiny-models")
 
 
 @pytest.fixture(scope="session")
@@ -66,3 +67,4 @@ def pools() -> Iterator[list[Pool]]:
     yield running
     for pool in running:
         pool.stop()
+        pool.let_engines_start()

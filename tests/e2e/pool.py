@@ -5,6 +5,7 @@ Covers: `kvpool serve` as a child, pools that an engine starts, health, waiting 
 truncating and removing objects. Does not cover: engines (`tools/engine_process.py`).
 """
 
+import fcntl
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from typing import Any
 import psutil
 
 from kvpool.client import admin
+from kvpool.client.launch import LOCK_NAME
 from kvpool.core.trailer import TRAILER_BYTES
 from kvpool.errors import PoolUnavailable
 from kvpool.health import facts
@@ -55,6 +57,7 @@ class Pool:
         self.devices = paths
         self.settings: dict[str, Any] = {"staging": "256MiB", "verify": True} | settings
         self.process: subprocess.Popen[bytes] | None = None
+        self._start_lock = -1
         folder.mkdir(parents=True, exist_ok=True)
         for path in paths:
             path.mkdir(parents=True, exist_ok=True)
@@ -83,6 +86,7 @@ class Pool:
 
     def start(self, *, faults: dict[str, Any] | None = None) -> "Pool":
         """Run `kvpool serve`; *faults* go to its I/O workers. Returns when it answers."""
+        self._keep_engines_from_starting()
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         if faults:
@@ -92,8 +96,24 @@ class Pool:
                 [sys.executable, "-m", "kvpool.cli.main", "serve", "--config", str(self.config)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
             )  # fmt: skip
-        wait_until(self._answers, f"pool answers; see {self.folder / 'pool.log'}")
+        try:
+            wait_until(self._answers, f"pool answers; see {self.folder / 'pool.log'}")
+        finally:
+            self.let_engines_start()
         return self
+
+    def _keep_engines_from_starting(self) -> None:
+        """Engines that lost their pool start one themselves, with the settings they know: not in between ours."""
+        if self._start_lock < 0:
+            self.run_dir.mkdir(mode=0o700, exist_ok=True)
+            self._start_lock = os.open(self.run_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._start_lock, fcntl.LOCK_EX)
+
+    def let_engines_start(self) -> None:
+        """Engines may start a pool again."""
+        if self._start_lock >= 0:
+            os.close(self._start_lock)
+            self._start_lock = -1
 
     def _answers(self) -> bool:
         if self.process is not None:
@@ -106,9 +126,10 @@ class Pool:
         return len(workers) == len(self.devices) and all(row.get(facts.STATE) == facts.RUNNING for row in workers)
 
     def stop(self) -> None:
-        """End the pool as a user would; what is filled is written first."""
+        """End the pool as a user would; what is filled is written first. Engines start none meanwhile."""
         if self.process is None:
             return
+        self._keep_engines_from_starting()
         self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(30)
