@@ -161,7 +161,8 @@ class KvPoolConnector(OffloadingConnector):
         self.side.allocated(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        """Close the scheduling pass."""
+        """Choose what to store, and close the scheduling pass."""
+        self.side.before_stores()
         meta = super().build_connector_meta(scheduler_output)
         self.side.step_built(scheduler_output)
         return meta

@@ -76,6 +76,8 @@ class KvPoolManager(OffloadingManager):
         self._loads = loads
         self._stores = stores
         self._stopped = False
+        #: Lookups answered "later" so far.
+        self.unresolved = 0
         self._requests: dict[str, RequestRecord] = {}
         #: Keys whose copies are not over yet, as vLLM tells it.
         self._storing: set[bytes] = set()
@@ -114,7 +116,10 @@ class KvPoolManager(OffloadingManager):
             record.hits[key] = found
             return LookupResult.HIT
         record.hits.pop(key, None)
-        return LookupResult.RETRY if isinstance(found, Later) else LookupResult.MISS
+        if not isinstance(found, Later):
+            return LookupResult.MISS
+        self.unresolved += 1
+        return LookupResult.RETRY
 
     def missing_keys(self, request: str, keys: Collection[bytes]) -> dict[int, list[bytes]]:
         """Return, by device, which of a request's hits are not in staging."""

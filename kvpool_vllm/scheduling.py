@@ -42,6 +42,8 @@ logger = init_logger(f"vllm.{__name__}")
 
 #: An unresolved lookup is asked again after this long even if nothing was heard: its end may be a deadline.
 RETRY_EVERY_S = 0.005
+#: Time that one scheduling pass may spend waiting for the pool's answers, in all.
+WAIT_S_MAX = 0.001
 
 Answer = tuple[int | None, bool]
 
@@ -97,6 +99,7 @@ class SchedulerSide:
         #: Moves whenever vLLM's own reasons to say "later" may have changed.
         self._changes = 0
         self._pumped = False
+        self._wait_left_s = WAIT_S_MAX
         self._promised: int | None = None
         self._blocks: KVCacheManager | None = None
         manager.mask_of = self._mask_of
@@ -149,21 +152,37 @@ class SchedulerSide:
         """
         self._pump()
         name = request.request_id
-        seen = (self._manager.client.changes, self._changes, computed, request.num_tokens)
+        seen = self._seen(request, computed)
         waiting = self._waiting.get(name)
         if waiting is not None and waiting.seen == seen and self._still_waits(name, waiting):
             return None, False
         self._waiting.pop(name, None)
         self.announce(request)
-        tokens, is_async = ask()
+        tokens, is_async = self._ask(ask)
         if tokens is None:
-            self._waiting[name] = Waiting(seen, None, time.monotonic() + RETRY_EVERY_S)
+            self._waiting[name] = Waiting(self._seen(request, computed), None, time.monotonic() + RETRY_EVERY_S)
         elif tokens > 0:
             wish = self._wish(request, computed, tokens)
             if self._deferred(name, wish):
-                self._waiting[name] = Waiting(seen, wish, 0.0)
+                self._waiting[name] = Waiting(self._seen(request, computed), wish, 0.0)
                 return None, False
         return tokens, is_async
+
+    def _seen(self, request: "Request", computed: int) -> tuple[int, ...]:
+        return self._manager.client.changes, self._changes, computed, request.num_tokens
+
+    def _ask(self, ask: Callable[[], Answer]) -> Answer:
+        """Ask vLLM's connector; wait a moment where the pool's answer is all that is missing, and ask again."""
+        client, unresolved = self._manager.client, self._manager.unresolved
+        answer = ask()
+        while answer[0] is None and self._manager.unresolved > unresolved and self._wait_left_s > 0:
+            start, changes = time.monotonic(), client.changes
+            client.await_news(self._wait_left_s)
+            self._wait_left_s -= time.monotonic() - start
+            if client.changes != changes:
+                unresolved = self._manager.unresolved
+                answer = ask()
+        return answer
 
     def _pump(self) -> None:
         """Hear what the pool has said, once in a scheduling pass."""
@@ -260,9 +279,14 @@ class SchedulerSide:
             status = self._states[name]
             self._deferral.admitted(name, self._missing_bytes(request, status.num_locally_computed_tokens, tokens))
 
+    def before_stores(self) -> None:
+        """Know what exists: vLLM is about to choose what to store in this pass."""
+        self._pump()
+
     def step_built(self, scheduler_output: "SchedulerOutput") -> None:
         """A scheduling pass is over."""
         self._pumped = False
+        self._wait_left_s = WAIT_S_MAX
         self._promised = None
         for name in scheduler_output.preempted_req_ids or ():
             self._holding.pop(name, None)

@@ -1,10 +1,11 @@
 """
 The scheduler client: what vLLM's scheduler asks of the pool, answered from memory.
 
-Theory. All it knows is in `core/requests.py`; this is its shell. No thread and no wait: the socket is read inside
-the scheduler's own calls (`pump`, one system call when there is nothing), and written without blocking. Where no
-pool answers, everything is a miss at once, and every RETRY_S_MIN to RETRY_S_MAX one of the calls tries to connect
-(a system call that never waits). It never starts a pool: the ranks do. When attached again, it announces again.
+Theory. All it knows is in `core/requests.py`; this is its shell. No thread: the socket is read inside the scheduler's
+own calls (`pump`, one system call when there is nothing), and written without blocking; only `await_news` waits, for
+as long as its caller says. Where no pool answers, everything is a miss at once, and every RETRY_S_MIN to RETRY_S_MAX
+one of the calls tries to connect (a system call that never waits). It never starts a pool: the ranks do. When attached
+again, it announces again.
 
 Whatever goes wrong makes misses. A bug (InvariantError) or an unknown error disables the client for good: it is
 logged once, and everything is a miss from then on.
@@ -13,6 +14,7 @@ logged once, and everything is a miss from then on.
 import contextlib
 import logging
 import os
+import select
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -43,7 +45,7 @@ _T = TypeVar("_T")
 
 class SchedulerClient:
     """
-    One engine's scheduler side of the pool. Used from one thread; no call waits, none raises.
+    One engine's scheduler side of the pool. Used from one thread; no call raises.
 
     Args:
         config: Where the pool is; a pool is never started from here.
@@ -88,6 +90,10 @@ class SchedulerClient:
     def pump(self) -> None:
         """Take in what the pool said, tell it what has to be told, look after time and connection. Once per step."""
         self._guarded(self._pump, None)
+
+    def await_news(self, timeout_s: float) -> None:
+        """Wait until the pool says something, at most *timeout_s*, and take it in: where lookups say "later"."""
+        self._guarded(lambda: self._await_news(timeout_s), None)
 
     # ------------------------------------------------------------ stores
 
@@ -198,6 +204,13 @@ class SchedulerClient:
         if self._channel is not None and self._channel.wants_write:
             self._written(self._channel.flush)
         self._table.time_passed(now_ns=now_ns)
+
+    def _await_news(self, timeout_s: float) -> None:
+        if self._channel is not None:
+            poll = select.poll()
+            poll.register(self._channel.fileno(), select.POLLIN)
+            poll.poll(timeout_s * 1000)
+            self._pump()
 
     def _connect(self, now_ns: int) -> None:
         try:
