@@ -230,6 +230,7 @@ def test_a_load_without_an_answer_fails_in_time(rank: Rank, monkeypatch: pytest.
 def test_the_loads_of_a_lost_worker_fail_and_the_others_go_on(rank: Rank) -> None:
     rank.store(1, 4)
     rank.end_of(1)
+    wait_until(lambda: len(rank.pool.objects) == 4)
     rank.pool.hold_loads = True
     loaded = rank.load(2, 4)
     wait_until(lambda: rank.pool.kinds_heard("rank0").count("Load") == 2)
@@ -243,6 +244,7 @@ def test_the_loads_of_a_lost_worker_fail_and_the_others_go_on(rank: Rank) -> Non
 def test_a_job_of_a_device_without_worker_fails_at_once(rank: Rank) -> None:
     rank.store(1, 2)
     rank.end_of(1)
+    wait_until(lambda: len(rank.pool.objects) == 2)
     rank.pool.worker_hangs_up(1, back=False)
     wait_until(lambda: not rank.client.wait_connected(0))
     stored = rank.load(2, 2)
@@ -255,6 +257,7 @@ def test_a_job_of_a_device_without_worker_fails_at_once(rank: Rank) -> None:
 def test_a_worker_that_returns_serves_again(rank: Rank) -> None:
     stored = rank.store(1, 4)
     rank.end_of(1)
+    wait_until(lambda: len(rank.pool.objects) == 4)
     rank.pool.worker_hangs_up(0)
     wait_until(lambda: "CopiesEnded" in rank.pool.kinds_heard("rank"))
     rank.connected()
