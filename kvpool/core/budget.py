@@ -135,7 +135,7 @@ class Budget:
 
     # ---------------------------------------------------------------- namespaces
 
-    def check(self, rank_count: int, object_bytes: Iterable[int]) -> None:
+    def _check(self, rank_count: int, object_bytes: Iterable[int]) -> None:
         """
         Refuse a namespace that does not fit beside those open.
 
@@ -162,10 +162,15 @@ class Budget:
             )
 
     def open_namespace(self, namespace: int, rank_count: int, object_bytes: Iterable[int]) -> None:
-        """Count a namespace in; call `plan` afterwards. Raises as `check`."""
+        """Count a namespace in (again is fine); call `plan` afterwards. Raises HostError if it does not fit."""
         sizes = list(object_bytes)
-        self.check(rank_count, sizes)
-        self._uses[namespace] = _use(rank_count, sizes)
+        if namespace not in self._uses:
+            self._check(rank_count, sizes)
+            self._uses[namespace] = _use(rank_count, sizes)
+
+    def close_namespace(self, namespace: int) -> None:
+        """Count a namespace out: nobody uses it now. What it holds stays until others need it."""
+        self._uses.pop(namespace, None)
 
     # ---------------------------------------------------------------- facts about segments
 

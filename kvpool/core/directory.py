@@ -32,6 +32,8 @@ from kvpool.wire.messages import ITEMS_MAX, RESIDENT, KeysChanged, KeyState, Mes
 ANNOUNCED_KEYS_MAX = 1 << 20
 #: Ends of stores that wait for one scheduler at most; a scheduler that lets more pile up does not read.
 STORES_ENDED_MAX = 1 << 18
+#: Longest key that can be announced: vLLM's have 36 bytes, and ITEMS_MAX of this size are split into few frames.
+KEY_BYTES_MAX = 512
 NO_DEVICE = 255
 
 
@@ -201,8 +203,10 @@ class Directory:
         A part that overlaps what was announced replaces it from *first* on.
 
         Raises:
-            ProtocolError: *first* leaves a gap.
+            ProtocolError: *first* leaves a gap, or a key is too long.
         """
+        if any(len(key) > KEY_BYTES_MAX for key in keys):
+            raise ProtocolError("announced key is too long", key_bytes_max=KEY_BYTES_MAX)
         found = self._schedulers[scheduler]
         announced = found.requests.setdefault(request, _Request())
         if not 0 <= first <= len(announced.keys):

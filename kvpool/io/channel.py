@@ -130,9 +130,9 @@ class Channel:
             _close_all(head.fds)
         return True
 
-    def receive(self) -> list[tuple[Message, list[int]]]:
+    def receive(self, frames_max: int = RECEIVE_FRAMES_MAX) -> list[tuple[Message, list[int]]]:
         """
-        Return the messages that can be read now, at most RECEIVE_FRAMES_MAX, with their descriptors (the caller's).
+        Return the messages that can be read now, at most *frames_max*, with their descriptors (the caller's).
 
         An empty list means: nothing yet. Bytes that are left keep the socket readable.
 
@@ -141,7 +141,7 @@ class Channel:
             ProtocolError: A bad frame, once everything before it was returned.
         """
         received: list[tuple[Message, list[int]]] = []
-        while len(received) < RECEIVE_FRAMES_MAX:
+        while len(received) < frames_max:
             try:
                 one = None if self._ended else self._receive_one()
             except (PeerGone, ProtocolError) as error:

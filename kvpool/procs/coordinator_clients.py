@@ -71,7 +71,7 @@ class Client:
 
     def __str__(self) -> str:
         rank = f" {self.rank}" if self.role == RANK else ""
-        return f"{self.role}{rank} of engine {self.engine or '-'}, pid {self.pid}"
+        return f"{self.role}{rank} of engine {self.engine!r}, pid {self.pid}"
 
 
 class ClientEvents(Protocol):
@@ -79,11 +79,8 @@ class ClientEvents(Protocol):
 
     draining: bool
 
-    def check_namespace(self, spec: NamespaceSpec) -> None:
-        """Raise if staging has no room for a new namespace."""
-
     def open_namespace(self, spec: NamespaceSpec) -> int:
-        """Open a new namespace; return its number."""
+        """Make a namespace usable and return its number; raises HostError if staging has no room for it."""
 
     def client_joined(self, client: Client) -> None:
         """It was let in, and waits for its Welcome."""
@@ -214,8 +211,15 @@ class Clients:
             )  # fmt: skip
         if self._events.draining and hello.role != ADMIN:
             raise PoolUnavailable("the pool is ending: start a new one when it is gone")
-        namespace = self._check_identity(greeting, hello)
+        self._check_identity(greeting, hello)
         pidfd = self._watch_process(greeting) if hello.role == RANK else None
+        try:
+            # Last: a namespace is opened for clients that are let in.
+            namespace = 0 if hello.namespace is None else self._events.open_namespace(hello.namespace)
+        except KvpoolError:
+            if pidfd is not None:
+                os.close(pidfd)
+            raise
         number = self._next_number
         self._next_number += 1
         return Client(
@@ -223,13 +227,15 @@ class Clients:
             pid=greeting.pid or hello.pid, peer=greeting.peer, pidfd=pidfd, attached_ns=time.monotonic_ns(),
         )  # fmt: skip
 
-    def _check_identity(self, greeting: _Greeting, hello: Hello) -> int:
-        """Return the number of the namespace (0: none) of a peer that may be what it says."""
+    def _check_identity(self, greeting: _Greeting, hello: Hello) -> None:
+        """Raise unless a peer may be what it says."""
         if hello.role not in (ADMIN, RANK, SCHEDULER):
             raise ProtocolError("unknown role", role=hello.role)
-        if hello.role == ADMIN:
-            return 0
         spec = hello.namespace
+        if hello.role == ADMIN:
+            if spec is not None:
+                raise ProtocolError("an admin has no namespace")
+            return
         if spec is None:
             raise ProtocolError("a rank or scheduler must name its namespace", role=hello.role)
         if not 0 < len(hello.engine.encode()) <= ENGINE_BYTES_MAX:
@@ -238,10 +244,6 @@ class Clients:
         if hello.role == RANK and not 0 <= hello.rank < spec.rank_count:
             raise ConfigError("rank is not below rank_count", rank=hello.rank, rank_count=spec.rank_count)
         self._check_engine(greeting, hello, namespace)
-        if namespace is None:
-            self._events.check_namespace(spec)
-            namespace = self._events.open_namespace(spec)
-        return namespace
 
     def _check_engine(self, greeting: _Greeting, hello: Hello, namespace: int | None) -> None:
         for other in [*self.attached.values(), *self.unproven.values()]:

@@ -49,9 +49,14 @@ class Namespaces:
             )
         return number
 
+    @property
+    def next_number(self) -> int:
+        """The number that the next new namespace will get."""
+        return len(self.specs) + 1
+
     def open(self, spec: NamespaceSpec) -> int:
         """Give a new namespace its number."""
-        number = len(self.specs) + 1
+        number = self.next_number
         self.specs[number] = spec
         self._numbers[spec.fingerprint] = number
         return number

@@ -18,6 +18,9 @@ from kvpool.io.channel import Channel
 from kvpool.procs.coordinator_loop import Loop
 from kvpool.wire.messages import Message
 
+#: Frames taken from one peer before the others have their turn: a scan's news must not delay an announcement.
+FRAMES_PER_TURN = 8
+
 
 class Peer:
     """
@@ -58,7 +61,7 @@ class Peer:
             return
         try:
             self._channel.send(message, fds)
-        except PeerGone as error:
+        except KvpoolError as error:  # gone, or not to be told this; the sender has others to serve
             self._end(error)
         else:
             self._watch_writing()
@@ -93,7 +96,7 @@ class Peer:
 
     def _receive(self) -> bool:
         """Handle what can be read now. Returns whether that was anything."""
-        received = self._channel.receive()
+        received = self._channel.receive(FRAMES_PER_TURN)
         for position, (message, fds) in enumerate(received):
             if self.gone:
                 _close_all(fd for _, later in received[position:] for fd in later)

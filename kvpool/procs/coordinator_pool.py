@@ -32,7 +32,7 @@ from kvpool.procs.coordinator_clients import ADMIN, RANK, SCHEDULER, Client, Cli
 from kvpool.procs.coordinator_health import Facts, Rounds, Row
 from kvpool.procs.coordinator_loop import Loop
 from kvpool.procs.coordinator_namespaces import Namespaces
-from kvpool.procs.coordinator_place import SOCKET_NAME
+from kvpool.procs.coordinator_place import LOG_NAME, SOCKET_NAME
 from kvpool.procs.coordinator_segments import Staging
 from kvpool.procs.coordinator_workers import Worker, Workers
 from kvpool.wire.messages import (
@@ -49,6 +49,7 @@ from kvpool.wire.messages import (
     Message,
     NamespaceOpened,
     NamespaceSpec,
+    Refused,
     Report,
     ScanEnded,
     SegmentForgotten,
@@ -209,6 +210,9 @@ class Coordinator:
         """Nothing can be served any more: end."""
         if failed is not None:
             log.error("no device can be used: the pool ends")
+            reason = HostError("no device can be used", log=os.path.join(self._settings.pool.run_dir, LOG_NAME))
+            for client in self._clients.attached.values():
+                client.peer.send(Refused(code=reason.code, message=reason.message, context=reason.context))
         self.loop.stop(Exit.OK if failed is None else failed)
 
     def _stores_ended(self, message: WorkerStoresEnded) -> None:
@@ -232,19 +236,18 @@ class Coordinator:
 
     # ---------------------------------------------------------------- clients (ClientEvents)
 
-    def check_namespace(self, spec: NamespaceSpec) -> None:
-        """Raise HostError if staging has no room for a new namespace."""
-        self._staging.check_namespace(spec.rank_count, [group.object_bytes for group in spec.groups])
-
     def open_namespace(self, spec: NamespaceSpec) -> int:
-        """Open a new namespace everywhere."""
-        number = self._namespaces.open(spec)
-        log.info("namespace %d: model %s, %d ranks, %d groups, fingerprint %s",
-                 number, spec.model_name, spec.rank_count, len(spec.groups), spec.fingerprint[:8])  # fmt: skip
-        self._directory.open_namespace(number)
-        for worker in self._workers.ready:
-            worker.peer.send(NamespaceOpened(namespace=number, spec=spec))
+        """Make a namespace usable everywhere; raise HostError if staging has no room for it."""
+        known = self._namespaces.find(spec)
+        number = self._namespaces.next_number if known is None else known
         self._staging.open_namespace(number, spec.rank_count, [group.object_bytes for group in spec.groups])
+        if known is None:
+            self._namespaces.open(spec)
+            log.info("namespace %d: model %s, %d ranks, %d groups, fingerprint %s",
+                     number, spec.model_name, spec.rank_count, len(spec.groups), spec.fingerprint[:8])  # fmt: skip
+            self._directory.open_namespace(number)
+            for worker in self._workers.ready:
+                worker.peer.send(NamespaceOpened(namespace=number, spec=spec))
         return number
 
     def client_joined(self, client: Client) -> None:
@@ -289,6 +292,8 @@ class Coordinator:
             self._directory.scheduler_left(client.number)
         elif client.role == RANK:
             self._staging.rank_left(client.number)
+        if all(other.namespace != client.namespace for other in self._clients.attached.values()):
+            self._staging.close_namespace(client.namespace)
         self._end_when_idle(self._settings.pool.idle_exit_s)
 
     def client_proven(self, client: Client) -> None:

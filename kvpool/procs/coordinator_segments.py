@@ -112,9 +112,9 @@ class Staging:
         self.budget.open_namespace(namespace, rank_count, object_bytes)
         self._go_on()
 
-    def check_namespace(self, rank_count: int, object_bytes: list[int]) -> None:
-        """Raise what `open_namespace` would."""
-        self.budget.check(rank_count, object_bytes)
+    def close_namespace(self, namespace: int) -> None:
+        """Nobody uses this namespace now: others may have its memory when they need it."""
+        self.budget.close_namespace(namespace)
 
     # ---------------------------------------------------------------- ranks
 

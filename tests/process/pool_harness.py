@@ -47,6 +47,22 @@ class Talker:
     def __init__(self, sock: Any, decoder: Any = m.CoordinatorToClient) -> None:
         self.channel = Channel(sock, decoder)
         self.inbox: list[tuple[m.Message, list[int]]] = []
+        #: It hung up while somebody else was listened to.
+        self.gone = False
+
+    def fileno(self) -> int:
+        return self.channel.fileno()
+
+    def listen(self) -> None:
+        """Read what is there; answer questions for facts."""
+        try:
+            for message, fds in self.channel.receive():
+                if isinstance(message, m.ReportWanted):
+                    self.send(m.Report(report=message.report, facts={}))
+                else:
+                    self.inbox.append((message, fds))
+        except PeerGone:
+            self.gone = True
 
     def send(self, message: m.Message) -> None:
         self.channel.send(message)
@@ -170,11 +186,22 @@ class PoolProcess:
         rows: list[dict[str, Any]] = []
         more = True
         while more:
-            answer, _ = admin.wait(m.Health)
+            answer = self._health_part(admin)
             rows += answer.rows
             more = answer.more
         admin.close()
         return dict(answer.pool), rows
+
+    def _health_part(self, admin: Talker) -> m.Health:
+        """Return the next part of the answer; meanwhile the other talkers say their facts, as clients do."""
+        deadline = time.monotonic() + WAIT_S
+        while not any(isinstance(message, m.Health) for message, _ in admin.inbox):
+            talkers = [talker for talker in self.talkers if talker.channel.fileno() >= 0 and not talker.gone]
+            ready = select.select(talkers, [], [], max(0.0, deadline - time.monotonic()))[0]
+            assert ready, "no Health came"
+            for talker in ready:
+                talker.listen()
+        return admin.wait(m.Health)[0]
 
     def worker_rows(self) -> list[dict[str, Any]]:
         """Return the rows of the I/O workers."""

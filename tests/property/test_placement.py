@@ -46,10 +46,8 @@ def test_what_a_lost_device_had_goes_to_the_others_in_their_shares(devices: list
     weights, healthy = [weight for weight, _ in devices], [ok for _, ok in devices]
     if not any(healthy):
         return
-    moved = []
-    for position in range(300):
-        if not healthy[device_of(weights, [True] * len(weights), key, position) or 0]:
-            moved.append(device_of(weights, healthy, key, position))
+    before = [device_of(weights, [True] * len(weights), key, position) or 0 for position in range(300)]
+    moved = [device_of(weights, healthy, key, position) for position, old in enumerate(before) if not healthy[old]]
     left = sum(weight for weight, ok in devices if ok)
     for device, (weight, ok) in enumerate(devices):
         if ok:
