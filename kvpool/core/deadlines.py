@@ -51,7 +51,7 @@ class Deadlines(Generic[T]):
 
     def expired(self, now_ns: int) -> list[T]:
         """Take out and return the items that still wait at their deadline."""
-        found = []
+        found: list[T] = []
         while (deadline_ns := self.next_ns()) is not None and deadline_ns <= now_ns:
             found.append(self._entries.popleft()[1])
         return found

@@ -93,16 +93,6 @@ class Lane:
         """Places of the look-ahead that it holds."""
         return self.opening + len(self.opened)
 
-    def add_opened(self, read: Read) -> None:
-        """*read* waits for a slot and depth."""
-        self.opened[read] = None
-        self.pool.wanted = len(self.opened)
-
-    def remove_opened(self, read: Read) -> None:
-        """*read* waits no more."""
-        del self.opened[read]
-        self.pool.wanted = len(self.opened)
-
 
 def _join_nothing(_waiter: Waiter) -> bool:
     return False
@@ -116,6 +106,7 @@ class Loads:
         reads: The read that new waiters of an object join; not those that are past their deadline.
         lanes: One per slot size, in turns.
         open_lookahead: Opens in flight plus files opened and not yet read, at most; at least one per slot size.
+        queued, opening, opened: Reads in these phases, over all lanes.
         relieved: Clients with parked waiters that use less now.
         join_store: Set by the table: lets a waiter wait for a store that is filling its object.
         counts: Counters, shared with the table.
@@ -135,6 +126,7 @@ class Loads:
         self.lanes: deque[Lane] = deque()
         self.lane_of: dict[SlotPool, Lane] = {}
         self.deadlines: Deadlines[Waiter] = Deadlines(deadline_ns, lambda waiter, due_ns: waiter.due_ns == due_ns)
+        self.queued = self.opening = self.opened = 0
         self.relieved: list[tuple[Client, SlotPool]] = []
         self.join_store: Callable[[Waiter], bool] = _join_nothing
 
@@ -191,6 +183,7 @@ class Loads:
             read = Read(object=waiter.object, pool=waiter.pool, owner=waiter.job.client.client)
             self.reads[waiter.object] = read
             self.lane_of[waiter.pool].queued.push(read.owner, read)
+            self.queued += 1
         elif read.phase is Phase.READING and not self.count(waiter):
             return
         waiter.place = read
@@ -258,10 +251,24 @@ class Loads:
         lane = self.lane_of[read.pool]
         if read.phase is Phase.QUEUED:
             lane.queued.discard(read.owner, read)
+            self.queued -= 1
             del self.reads[read.object]
         elif read.phase is Phase.OPENED:
-            lane.remove_opened(read)
+            self._take_opened(lane, read)
             self._close(read)
+
+    def _add_opened(self, lane: Lane, read: Read) -> None:
+        """*read* waits for a slot and depth."""
+        read.phase = Phase.OPENED
+        lane.opened[read] = None
+        lane.pool.wanted = len(lane.opened)
+        self.opened += 1
+
+    def _take_opened(self, lane: Lane, read: Read) -> None:
+        """*read* waits for them no more."""
+        del lane.opened[read]
+        lane.pool.wanted = len(lane.opened)
+        self.opened -= 1
 
     def _close(self, read: Read) -> None:
         self.actions.append(CloseFile(op=read.op))
@@ -315,9 +322,12 @@ class Loads:
 
     def pump(self, now_ns: int) -> None:
         """Start what may start now."""
-        self._unpark()
-        self._start_reads(now_ns)
-        self._start_opens(now_ns)
+        if self.relieved:
+            self._unpark()
+        if self.opened and self.drive.may_read():
+            self._start_reads(now_ns)
+        if self.queued and (len(self.lanes) > 1 or self.opening + self.opened < self.open_lookahead):
+            self._start_opens(now_ns)
         self.drive.loads = len(self.reads)
 
     def _unpark(self) -> None:
@@ -347,7 +357,7 @@ class Loads:
 
     def _start_read(self, lane: Lane, now_ns: int) -> None:
         read = next(iter(lane.opened))
-        lane.remove_opened(read)
+        self._take_opened(lane, read)
         for waiter in list(read.waiters):
             if not self.count(waiter):
                 del read.waiters[waiter]
@@ -362,7 +372,6 @@ class Loads:
 
     def _start_opens(self, now_ns: int) -> None:
         lanes = self.lanes
-        places = sum(lane.places for lane in lanes)
         active = sum(bool(lane.queued or lane.places) for lane in lanes)
         places_max = max(self.open_lookahead, active)
         share = places_max // max(1, active)
@@ -373,12 +382,10 @@ class Loads:
             idle += 1
             if not lane.queued or lane.places >= max(share, len(lane.pool.free)):
                 continue
-            if places >= places_max:
-                if lane.places >= share or not self._give_back_one(share):
-                    continue
-                places -= 1
+            full = self.opening + self.opened >= places_max
+            if full and (lane.places >= share or not self._give_back_one(share)):
+                continue
             idle = 0
-            places += 1
             self._start_open(lane, now_ns)
 
     def _give_back_one(self, share: int) -> bool:
@@ -386,11 +393,12 @@ class Loads:
         for lane in self.lanes:
             if lane.opened and lane.places > share and not lane.pool.free:
                 read = next(reversed(lane.opened))
-                lane.remove_opened(read)
+                self._take_opened(lane, read)
                 self.actions.append(CloseFile(op=read.op))
                 self.drive.end(read)
                 read.phase = Phase.QUEUED
                 lane.queued.push_first(read.owner, read)
+                self.queued += 1
                 return True
         return False
 
@@ -398,6 +406,8 @@ class Loads:
         read = lane.queued.pop()
         read.phase = Phase.OPENING
         lane.opening += 1
+        self.opening += 1
+        self.queued -= 1
         op = self.drive.begin(read, now_ns)
         self.actions.append(OpenFile(op=op, object=read.object))
 
@@ -409,14 +419,14 @@ class Loads:
         invariant(read.phase is Phase.OPENING, "opened a file that was not to be opened", op=op)
         lane = self.lane_of[read.pool]
         lane.opening -= 1
+        self.opening -= 1
         self.drive.pause(read)
         if error is not None:
             self._failed(read, error)
             return
         self.index.add(read.object, self.actions)
         if read.waiters:
-            read.phase = Phase.OPENED
-            lane.add_opened(read)
+            self._add_opened(lane, read)
         else:
             self._close(read)
 
@@ -496,6 +506,9 @@ class Loads:
         opening = sum(read.phase is Phase.OPENING for read in running)
         invariant(reading == self.drive.reads, "drive miscounts reads", reads=self.drive.reads)
         invariant(opening == sum(lane.opening for lane in self.lanes), "lanes miscount opens", opening=opening)
+        invariant(opening == self.opening, "opens are miscounted", opening=opening, counted=self.opening)
+        invariant(self.queued == sum(len(lane.queued) for lane in self.lanes), "queued reads are miscounted")
+        invariant(self.opened == sum(len(lane.opened) for lane in self.lanes), "opened reads are miscounted")
         for object_id, read in self.reads.items():
             invariant(read.object == object_id, "read of another object", object=object_id)
             for waiter in read.waiters:

@@ -17,6 +17,8 @@ closes that peer. An event that the shell or the coordinator cannot have sent ra
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
 
 from kvpool.core.clients import Client
 from kvpool.core.drive import Drive
@@ -91,6 +93,12 @@ class ObjectTable:
             actions=self._actions, counts=self._counts,
         )  # fmt: skip
         self._loads.join_store = self._stores.join
+        self._deadlines = (
+            self._loads.deadlines, self._stores.decide_deadlines, self._stores.fill_deadlines,
+            self._stores.offer_deadlines, self._drive.deadlines,
+        )  # fmt: skip
+        self._look_again_ns = 0
+        self._handlers = self._event_handlers()
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """
@@ -104,9 +112,10 @@ class ObjectTable:
             InvariantError: The event cannot be, or the table is wrong: end the worker.
         """
         self._now_ns = now_ns = max(now_ns, self._now_ns)
-        self._expire(now_ns)
+        if now_ns >= self._look_again_ns:
+            self._expire(now_ns)
         try:
-            self._apply(event, now_ns)
+            self._handlers[type(event)](event)
         finally:
             # Also after a ProtocolError: what the time changed has its actions, returned by the next call.
             self._pump(now_ns)
@@ -116,11 +125,7 @@ class ObjectTable:
 
     def next_deadline_ns(self) -> int | None:
         """Return when TimePassed must be told at the latest; None while nothing waits for time."""
-        queues = (
-            self._loads.deadlines, self._stores.decide_deadlines, self._stores.fill_deadlines,
-            self._stores.offer_deadlines, self._drive.deadlines,
-        )  # fmt: skip
-        return min((due_ns for queue in queues if (due_ns := queue.next_ns()) is not None), default=None)
+        return min((due_ns for queue in self._deadlines if (due_ns := queue.next_ns()) is not None), default=None)
 
     def drained(self) -> bool:
         """Return whether no object is being written, waits to be written, or may still be filled."""
@@ -128,66 +133,58 @@ class ObjectTable:
 
     # ------------------------------------------------------------ events
 
-    def _apply(self, event: Event, now_ns: int) -> None:
-        match event:
-            case FileRead(op=op, error=error):
-                self._loads.file_read(op, error)
-            case FileOpened(op=op, error=error):
-                self._loads.file_opened(op, error)
-            case ObjectPublished(op=op, error=error):
-                self._writes.published(op, error, now_ns)
-            case LoadWanted():
-                self._load_wanted(event, now_ns)
-            case SlotsReleased(client=number, job=job, indices=indices):
-                self._loads.release(self._client(number), job, indices)
-            case LoadCancelled(client=number, job=job):
-                self._loads.cancel(self._client(number), job)
-            case StoreWanted(client=number):
-                self._stores.want(self._client(number), event, self.pools, now_ns)
-            case SlotsFilled(client=number, job=job, indices=indices):
-                self._stores.fill(self._client(number), job, indices)
-            case StoreCancelled(client=number, job=job, indices=indices):
-                self._stores.cancel(self._client(number), job, indices)
-            case KeysFound():
-                self._keys_found(event)
-            case TimePassed():
-                pass
-            case _:
-                self._apply_rare(event)
+    def _event_handlers(self) -> dict[type, Callable[[Any], None]]:
+        """Return who takes in which event; the argument is of that type."""
+        return {
+            FileOpened: lambda event: self._loads.file_opened(event.op, event.error),
+            FileRead: lambda event: self._loads.file_read(event.op, event.error),
+            ObjectPublished: lambda event: self._writes.published(event.op, event.error, self._now_ns),
+            LoadWanted: self._load_wanted,
+            LoadCancelled: lambda event: self._loads.cancel(self._client(event.client), event.job),
+            SlotsReleased: lambda event: self._loads.release(self._client(event.client), event.job, event.indices),
+            StoreWanted: self._store_wanted,
+            SlotsFilled: lambda event: self._stores.fill(self._client(event.client), event.job, event.indices),
+            StoreCancelled: lambda event: self._stores.cancel(self._client(event.client), event.job, event.indices),
+            KeysFound: self._keys_found,
+            NamespaceAdded: self._namespace_added,
+            SegmentAdded: self._segment_added,
+            SegmentRecalled: self._segment_recalled,
+            ClientJoined: self._client_joined,
+            ClientLeft: lambda event: self._client_left(event.client),
+            ClientProven: self._client_proven,
+            DrainStarted: self._drain_started,
+            TimePassed: lambda _event: None,
+        }
 
-    def _apply_rare(self, event: Event) -> None:
-        match event:
-            case NamespaceAdded(namespace=namespace, rank_count=rank_count, slot_bytes=slot_bytes):
-                self._index.add_namespace(namespace, rank_count, slot_bytes)
-                for size in slot_bytes.values():
-                    self._pool(size)
-            case SegmentAdded(segment=segment, slot_bytes=size, slot_count=slot_count):
-                invariant(segment not in self._segments, "a segment was granted twice", segment=segment)
-                self._segments[segment] = self._pool(size).add_segment(segment, slot_count)
-                self._caps_changed()
-            case SegmentRecalled(segment=segment):
-                self._segment_recalled(segment)
-            case ClientJoined():
-                self._client_joined(event)
-            case ClientLeft(client=number):
-                self._client_left(number)
-            case ClientProven(client=number):
-                self._client_left(number)
-                client = self.clients.pop(number, None)
-                if client is not None:
-                    self._residency.exorcise(client)
-            case DrainStarted():
-                self.draining = True
-                self._stores.accepting = False
-            case _:
-                unreachable("no such event", event=event)
+    def _namespace_added(self, event: NamespaceAdded) -> None:
+        self._index.add_namespace(event.namespace, event.rank_count, event.slot_bytes)
+        for size in event.slot_bytes.values():
+            self._pool(size)
 
-    def _load_wanted(self, event: LoadWanted, now_ns: int) -> None:
+    def _segment_added(self, event: SegmentAdded) -> None:
+        invariant(event.segment not in self._segments, "a segment was granted twice", segment=event.segment)
+        self._segments[event.segment] = self._pool(event.slot_bytes).add_segment(event.segment, event.slot_count)
+        self._caps_changed()
+
+    def _client_proven(self, event: ClientProven) -> None:
+        self._client_left(event.client)
+        client = self.clients.pop(event.client, None)
+        if client is not None:
+            self._residency.exorcise(client)
+
+    def _drain_started(self, _event: DrainStarted) -> None:
+        self.draining = True
+        self._stores.accepting = False
+
+    def _store_wanted(self, event: StoreWanted) -> None:
+        self._stores.want(self._client(event.client), event, self.pools, self._now_ns)
+
+    def _load_wanted(self, event: LoadWanted) -> None:
         client = self._client(event.client)
         if self.draining:
             self._loads.refuse(event, Code.REFUSED)
         else:
-            self._loads.want(client, event, self.pools, now_ns)
+            self._loads.want(client, event, self.pools, self._now_ns)
 
     def _keys_found(self, event: KeysFound) -> None:
         space = self._index.namespaces.get(event.namespace)
@@ -199,10 +196,10 @@ class ObjectTable:
         for key in event.keys:
             self._index.add(ObjectId(event.namespace, key, event.rank), self._actions)
 
-    def _segment_recalled(self, segment: int) -> None:
-        home = self._segments.get(segment)
+    def _segment_recalled(self, event: SegmentRecalled) -> None:
+        home = self._segments.get(event.segment)
         if home is None:
-            unreachable("a segment was recalled that is not ours", segment=segment)
+            unreachable("a segment was recalled that is not ours", segment=event.segment)
         if not home.recalled:
             home.pool.recall_segment(home)
 
@@ -261,11 +258,16 @@ class ObjectTable:
                 self._loads.read_late(operation)
         self._loads.expire(now_ns)
         self._stores.expire(now_ns)
+        # What starts to wait from now on has at least the shortest period.
+        soonest_ns = now_ns + min(queue.period_ns for queue in self._deadlines)
+        next_ns = self.next_deadline_ns()
+        self._look_again_ns = soonest_ns if next_ns is None else min(soonest_ns, next_ns)
 
     def _pump(self, now_ns: int) -> None:
         self._stores.pump(now_ns)
         self._loads.pump(now_ns)
-        self._writes.pump(now_ns)
+        if self._writes.queue:
+            self._writes.pump(now_ns)
         for home in self._emptied:
             del self._segments[home.segment]
             self._actions.append(ReturnSegment(segment=home.segment))

@@ -36,6 +36,9 @@ class SlotState(enum.Enum):
     RESIDENT = "resident"
     QUARANTINED = "quarantined"
 
+    # Members are singletons: identity is their hash, and ten times faster than Enum's.
+    __hash__ = object.__hash__
+
 
 class SlotStep(enum.Enum):
     """What moves a slot from one state to another."""
@@ -46,6 +49,8 @@ class SlotStep(enum.Enum):
     ABANDON = "last user departed without proof"
     DROP = "last reader gone, not kept"
     PROVE = "departed users proven gone"
+
+    __hash__ = object.__hash__
 
 
 TRANSITIONS: dict[tuple[SlotState, SlotStep], SlotState] = {

@@ -48,6 +48,7 @@ class Stores:
         offers: By identity, until decided, asked by all ranks and not cut, or past their deadline.
         filling: The FILLING decision of a key; at most one.
         queue: Offers with undecided keys, by engine.
+        saving: Some pool saves slots for a store.
         accepting: False while draining.
     """
 
@@ -65,6 +66,7 @@ class Stores:
         self.filling: dict[tuple[int, bytes], StoreKey] = {}
         self.queue: FairQueue[Offer] = FairQueue()
         self.pools: list[SlotPool] = []
+        self.saving = False
         self.decide_deadlines: Deadlines[StoreKey] = Deadlines(store_deadline_ns, _key_waits)
         self.fill_deadlines: Deadlines[StoreKey] = Deadlines(fill_deadline_ns, _key_waits)
         self.offer_deadlines: Deadlines[Offer] = Deadlines(
@@ -180,10 +182,13 @@ class Stores:
 
     def pump(self, now_ns: int) -> None:
         """Decide what can be decided now."""
+        if not self.queue and not self.saving:
+            return
         accepting = self.accepting and now_ns >= self.writes.full_until_ns
+        self.saving = False
         for pool in self.pools:
             pool.saved = 0
-        moved = bool(self.queue)
+        moved = True
         while moved:
             moved = False
             for engine, offer in self.queue.heads():
@@ -238,6 +243,7 @@ class Stores:
             return Decision.FILLING
         if pool.total > ranks:
             pool.saved = ranks
+            self.saving = True
         return Decision.WAITING
 
     def _grant(self, store_key: StoreKey, now_ns: int) -> None:
