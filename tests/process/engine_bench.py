@@ -14,10 +14,11 @@ from pathlib import Path
 from kvpool.core import layout
 from kvpool.core.object_events import SlotRef
 from kvpool.core.trailer import Expected, slot_bytes
+from kvpool.io import syscall_ring
 from kvpool.io.engine import Ended, SegmentMemory
 from kvpool.io.faults import Faults, FaultSettings
 from kvpool.io.files import DeviceFiles, Features
-from kvpool.io.ring_engine import RingEngine, maybe_uring
+from kvpool.io.ring_engine import RingEngine
 from kvpool.io.ring_interface import Ring
 from kvpool.io.thread_ring import ThreadRing
 
@@ -26,21 +27,29 @@ SEGMENT = 7
 WAIT_S = 20.0
 
 
-_uring = functools.cache(maybe_uring)
-
-
+@functools.cache
 def ring_kinds() -> list[str]:
-    """Return the kinds of ring that this host has."""
-    return ["threads"] if isinstance(_uring(), str) else ["threads", "io_uring"]
+    """Return the kinds of ring that this host has: threads, io_uring by system calls, io_uring by the binding."""
+    kinds = ["threads"]
+    if syscall_ring.why_not() is None:
+        kinds.append("syscalls")
+        with contextlib.suppress(ImportError):
+            from kvpool.io import ring  # noqa: PLC0415 - the binding may be missing
+
+            if ring.why_not() is None:
+                kinds.append("binding")
+    return kinds
 
 
 def make_ring(kind: str, pipe_fd: int) -> Ring:
     """Make a ring of that kind."""
     if kind == "threads":
         return ThreadRing(threads=8)
-    made = _uring()
-    assert not isinstance(made, str)
-    return made(pipe_fd)
+    if kind == "syscalls":
+        return syscall_ring.SyscallRing(entries=64, pipe_fd=pipe_fd)
+    from kvpool.io import ring  # noqa: PLC0415 - the binding may be missing
+
+    return ring.UringRing(entries=64, pipe_fd=pipe_fd)
 
 
 def key(number: int, group: int = 0) -> bytes:
