@@ -55,6 +55,13 @@ from kvpool.core.stores import Stores
 from kvpool.core.writes import Writes
 from kvpool.errors import Code, ProtocolError, invariant, unreachable
 
+#: Counters that statistics() always has; `loads_failed_<code>` come beside them when they happen.
+COUNTERS = (
+    "loads_wanted", "loads_ready", "loads_failed", "loads_parked", "reads", "read_bytes", "read_errors", "corrupt",
+    "stores_wanted", "keys_granted", "keys_existing", "keys_dropped", "keys_filled", "keys_stored", "keys_lost",
+    "fills_late", "writes", "write_bytes", "write_errors", "writes_no_space", "ops_late", "foreign_ranks_found",
+)  # fmt: skip
+
 
 class ObjectTable:
     """
@@ -75,7 +82,7 @@ class ObjectTable:
         self._emptied: list[Segment] = []
         self._segments: dict[int, Segment] = {}
         self._now_ns = 0
-        self._counts: dict[str, int] = defaultdict(int)
+        self._counts: dict[str, int] = defaultdict(int, dict.fromkeys(COUNTERS, 0))
         self._index = KeyIndex()
         self._residency = Residency(self._actions, cache or CacheOff())
         self._drive = Drive(settings.iodepth, settings.writes_inflight_beside_loads, settings.op_deadline_ns)
