@@ -39,6 +39,9 @@ GREETING_S = 5.0
 #: Rounds of reading in one pump, so that a talkative pool cannot hold the scheduler.
 _READS_MAX = 4
 
+#: Keys of so many bytes together, ITEMS_MAX of them at most, fit one message: no need to measure each.
+_UNSPLIT_BYTES_MAX = msg.FRAME_BYTES_MAX * 3 // 4
+
 _DISABLED = Miss("disabled")
 _T = TypeVar("_T")
 
@@ -279,7 +282,10 @@ class SchedulerClient:
         self._healthy = tuple(device not in self._devices or self._devices[device].healthy for device in range(count))
 
     def _send_announce(self, request: str, first: int, keys: Sequence[bytes], priority: int) -> None:
-        parts = list(split(keys))
+        if len(keys) <= msg.ITEMS_MAX and sum(map(len, keys)) <= _UNSPLIT_BYTES_MAX:
+            parts = [(0, list(keys))]
+        else:
+            parts = list(split(keys))
         for number, (offset, part) in enumerate(parts):
             more = number + 1 < len(parts)
             self._send(msg.Announce(request=request, first=first + offset, keys=part, more=more, priority=priority))

@@ -104,7 +104,7 @@ class AnnouncedRequests:
         #: Requests whose answer is awaited, in order of time.
         self._waiting: dict[str, None] = {}
         #: How many announced requests have a key.
-        self._wanted: dict[bytes, int] = {}
+        self._wanted: Counter[bytes] = Counter()
         #: Flags and device of the keys that are hits: device << 2 | flags.
         self._states: dict[bytes, int] = {}
         #: Hits by packed state, made once.
@@ -127,9 +127,7 @@ class AnnouncedRequests:
         first = len(known.keys)
         known.keys.extend(keys)
         known.unanswered.update(keys)
-        wanted = self._wanted
-        for key in keys:
-            wanted[key] = wanted.get(key, 0) + 1
+        self._wanted.update(keys)
         self._await(request, known, now_ns)
         return first
 
@@ -139,12 +137,12 @@ class AnnouncedRequests:
         if known is None:
             return False
         self._waiting.pop(request, None)
+        wanted = self._wanted
         for key in known.keys:
-            left = self._wanted[key] - 1
+            left = wanted.pop(key) - 1
             if left:
-                self._wanted[key] = left
+                wanted[key] = left
             else:
-                del self._wanted[key]
                 self._states.pop(key, None)
         return True
 
@@ -199,12 +197,15 @@ class AnnouncedRequests:
             return  # withdrawn meanwhile
         known.heard = True
         keys = known.keys[first : first + len(flags)]
-        for key, key_flags, device in zip(keys, flags, devices, strict=False):
-            self._tell(key, key_flags, device)
-        if complete:
-            known.unanswered.difference_update(keys)
-        else:
-            known.unanswered.difference_update(key for key, f in zip(keys, flags, strict=False) if f & _FLAGS)
+        told = zip(keys, flags, devices, strict=False)
+        hits = {key: device << _DEVICE_SHIFT | f & _FLAGS for key, f, device in told if f & _FLAGS}
+        for state in set(hits.values()) - self._hits.keys():
+            self._hits[state] = Hit(state >> _DEVICE_SHIFT, bool(state & RESIDENT))
+        self._states.update(hits)
+        if len(hits) < len(keys):
+            for key in self._states.keys() & (set(keys) - hits.keys()):
+                del self._states[key]
+        known.unanswered.difference_update(keys if complete else hits)
         if not known.unanswered:
             self._waiting.pop(request, None)
 
