@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import select
 import socket
 import threading
@@ -251,6 +252,18 @@ def test_descriptors_of_a_refused_frame_are_closed(
     socket.send_fds(peer, [frame], [a_file] * count)
     with pytest.raises((ProtocolError, PeerGone)):
         ours.receive()  # the fixture counts descriptors
+
+
+def test_descriptors_that_found_no_room_here_are_said_to_be_lost(ends: tuple[Channel, Channel], a_file: int) -> None:
+    coordinator, client = ends
+    coordinator.send(SegmentUp(segment=1, segment_bytes=1), [a_file])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(ProtocolError, match="lost"):
+            client.receive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_descriptors_that_nobody_received_are_closed(ends: tuple[Channel, Channel], a_file: int) -> None:
