@@ -21,7 +21,7 @@ from kvpool.core.slots import Slot, SlotPool
 from kvpool.errors import invariant
 
 if TYPE_CHECKING:
-    from kvpool.core.loads import Read
+    from kvpool.core.reads import Read
     from kvpool.core.store_offers import StoreKey
 
 

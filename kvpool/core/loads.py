@@ -6,9 +6,6 @@ it is answered at once), a read of its object that somebody already wants (it jo
 ranks are filling the object (it joins), or a read of its own. One object is read once, however many
 jobs, ranks and engines want it.
 
-    QUEUED ──OpenFile──► OPENING ──opened──► OPENED ──ReadFile──► READING ──► resident, all answered
-       └──────────── last waiter gone: forgotten, an open file is given back ───────────┘ (not READING)
-
 Opens run ahead of reads, bounded apart, so that metadata latency costs neither a slot nor depth. A
 size without free slots keeps only its share of that bound: what it opened beyond is given back when
 another size needs the place. A read takes its slot last, when a slot and a place in the drive's depth are both there;
@@ -19,15 +16,12 @@ A read past its deadline fails its waiters and is forgotten: no new waiter joins
 filling until it ends.
 """
 
-import enum
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from kvpool.core.clients import Client, LoadJob, Waiter
 from kvpool.core.deadlines import Deadlines
-from kvpool.core.drive import Drive, Operation
-from kvpool.core.fair_queue import FairQueue
+from kvpool.core.drive import Drive
 from kvpool.core.key_index import KeyIndex
 from kvpool.core.object_events import (
     Action,
@@ -39,59 +33,10 @@ from kvpool.core.object_events import (
     SendLoadFailed,
     SetAside,
 )
+from kvpool.core.reads import Lane, Phase, Read
 from kvpool.core.residency import Residency
 from kvpool.core.slots import Slot, SlotPool, SlotStep
 from kvpool.errors import Code, ProtocolError, invariant
-
-
-class Phase(enum.Enum):
-    """How far a read has come."""
-
-    QUEUED = "queued"
-    OPENING = "opening"
-    OPENED = "opened"
-    READING = "reading"
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Read(Operation):
-    """
-    One read of one object's file.
-
-    Attributes:
-        owner: The client whose turn it takes.
-        waiters: Who is answered when it ends; may be empty while OPENING or READING.
-        slot: Where to; set while READING.
-    """
-
-    object: ObjectId
-    pool: SlotPool
-    owner: int
-    waiters: dict[Waiter, None] = field(default_factory=dict)
-    phase: Phase = Phase.QUEUED
-    slot: Slot | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Lane:
-    """
-    The reads of one slot size.
-
-    Attributes:
-        queued: Not opened yet, in turns by client.
-        opened: Open, waiting for a slot and depth, oldest first.
-        opening: Opens in flight.
-    """
-
-    pool: SlotPool
-    queued: FairQueue[Read] = field(default_factory=FairQueue)
-    opened: dict[Read, None] = field(default_factory=dict)
-    opening: int = 0
-
-    @property
-    def places(self) -> int:
-        """Places of the look-ahead that it holds."""
-        return self.opening + len(self.opened)
 
 
 def _join_nothing(_waiter: Waiter) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 from kvpool.core.clients import Client
 from kvpool.core.drive import Drive
 from kvpool.core.key_index import KeyIndex
-from kvpool.core.loads import Loads, Read
+from kvpool.core.loads import Loads
 from kvpool.core.object_events import (
     Action,
     ClientJoined,
@@ -49,6 +49,7 @@ from kvpool.core.object_events import (
     TableSettings,
     TimePassed,
 )
+from kvpool.core.reads import Read
 from kvpool.core.residency import Cache, CacheOff, Residency
 from kvpool.core.slots import Segment, SlotPool, SlotState
 from kvpool.core.stores import Stores

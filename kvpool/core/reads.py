@@ -1,0 +1,70 @@
+"""
+What is remembered of reads: how far each has come, and the reads of one slot size.
+
+Theory. A read belongs to an object, not to whoever wants it:
+
+    QUEUED ──OpenFile──► OPENING ──opened──► OPENED ──ReadFile──► READING ──► resident, all answered
+       └──────────── last waiter gone: forgotten, an open file is given back ───────────┘ (not READING)
+
+Only while OPENING or READING is it with the kernel and cannot be taken back; it may be without
+waiters then, and whoever wants the object meanwhile joins it. `loads.py` moves it on.
+"""
+
+import enum
+from dataclasses import dataclass, field
+
+from kvpool.core.clients import Waiter
+from kvpool.core.drive import Operation
+from kvpool.core.fair_queue import FairQueue
+from kvpool.core.object_events import ObjectId
+from kvpool.core.slots import Slot, SlotPool
+
+
+class Phase(enum.Enum):
+    """How far a read has come."""
+
+    QUEUED = "queued"
+    OPENING = "opening"
+    OPENED = "opened"
+    READING = "reading"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Read(Operation):
+    """
+    One read of one object's file.
+
+    Attributes:
+        owner: The client whose turn it takes.
+        waiters: Who is answered when it ends; may be empty while OPENING or READING.
+        slot: Where to; set while READING.
+    """
+
+    object: ObjectId
+    pool: SlotPool
+    owner: int
+    waiters: dict[Waiter, None] = field(default_factory=dict)
+    phase: Phase = Phase.QUEUED
+    slot: Slot | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """
+    The reads of one slot size.
+
+    Attributes:
+        queued: Not opened yet, in turns by client.
+        opened: Open, waiting for a slot and depth, oldest first.
+        opening: Opens in flight.
+    """
+
+    pool: SlotPool
+    queued: FairQueue[Read] = field(default_factory=FairQueue)
+    opened: dict[Read, None] = field(default_factory=dict)
+    opening: int = 0
+
+    @property
+    def places(self) -> int:
+        """Places of the look-ahead that it holds."""
+        return self.opening + len(self.opened)
