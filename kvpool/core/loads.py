@@ -8,9 +8,9 @@ jobs, ranks and engines want it.
 
 Opens run ahead of reads, bounded apart, so that metadata latency costs neither a slot nor depth. A
 size without free slots keeps only its share of that bound: what it opened beyond is given back when
-another size needs the place. A read takes its slot last, when a slot and a place in the drive's depth are both there;
-nothing else is held while waiting, so no load waits for a slot that only its own later part could
-free, and a load larger than staging streams through. Clients take turns.
+another size needs the place. A read takes its slot last, when a slot and a place in the drive's depth
+are both there; nothing else is held while waiting, so no load waits for a slot that only its own
+later part could free, and a load larger than staging streams through. Clients take turns.
 
 A read past its deadline fails its waiters and is forgotten: no new waiter joins it. Its slot stays
 filling until it ends.
