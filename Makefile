@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action ignore --no-compile --no-deps
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --root-user-action ignore --no-compile --no-deps
 
 # The environment is as new as these files say; its stamp carries their content's name.
 STAMP := $(VENV)/installed-$(shell cat pyproject.toml requirements-e2e.txt | cksum | tr ' ' '-')
