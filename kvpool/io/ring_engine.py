@@ -161,7 +161,7 @@ class RingEngine:
         self._ended: list[Ended] = []
         self._temporary_number = 0
         self._direct_flag = os.O_DIRECT if self._features.direct else 0
-        self._reads, self._writes = _Depth(), _Depth()
+        self._reads, self._writes, self._both = _Depth(), _Depth(), _Depth()
         self._counts = dict.fromkeys(
             ("opens", "reads", "writes", "read_bytes", "written_bytes", "missing", "corrupt", "errors"), 0
         )
@@ -314,6 +314,7 @@ class RingEngine:
             "writes_in_flight": self._writes.now,
             "read_depth_mean": round(self._reads.mean(), 2),
             "write_depth_mean": round(self._writes.mean(), 2),
+            "depth_mean": round(self._both.mean(), 2),
         }
 
     def close(self) -> None:
@@ -407,6 +408,7 @@ class RingEngine:
         )
         started_ns = time.monotonic_ns()
         self._reads.change(1, started_ns)
+        self._both.change(1, started_ns)
         done, code, detail = 0, None, ""
         try:
             done = yield from self._read_whole(segment, fd, slot.index)
@@ -414,6 +416,7 @@ class RingEngine:
             code, detail = Code.READ_ERROR, failed.detail
         ended_ns = time.monotonic_ns()
         self._reads.change(-1, ended_ns)
+        self._both.change(-1, ended_ns)
         if code is None:
             self._counts["reads"] += 1
             self._counts["read_bytes"] += done
@@ -435,7 +438,7 @@ class RingEngine:
             while done < total:
                 stop = total
                 if self._faults:
-                    stop = done + (yield from self._delayed_read(total - done))
+                    stop = done + (yield from self._delayed_read(self._faults, total - done))
                 vector = segment.vector(index, done, stop)
                 got = yield from self._tried("read", ring.read, fd, vector, segment.buffer, done)
                 done += got
@@ -465,6 +468,7 @@ class RingEngine:
         yield from self._seal(segment.slot(slot.index), expect)
         started_ns = time.monotonic_ns()
         self._writes.change(1, started_ns)
+        self._both.change(1, started_ns)
         code, detail, trouble, existed = None, "", False, False
         try:
             existed = bool((yield from self._write_named(segment, slot.index, directory, name)))
@@ -476,6 +480,7 @@ class RingEngine:
             self._counts["errors"] += 1
         took_ns = time.monotonic_ns() - started_ns
         self._writes.change(-1, started_ns + took_ns)
+        self._both.change(-1, started_ns + took_ns)
         written = 0 if code else segment.slot_bytes
         self._end(Ended(op, Kind.PUBLISHED, code, detail, written, took_ns, device_trouble=trouble, existed=existed))
 
@@ -545,7 +550,7 @@ class RingEngine:
     def _write_whole(self, segment: _Segment, fd: int, index: int) -> Generator[Request, int, None]:
         ring, total = segment.ring, segment.slot_bytes
         if self._faults:
-            yield from self._delayed_write(total)
+            yield from self._delayed_write(self._faults, total)
         done = 0
         while done < total:
             vector = segment.vector(index, done, total)
@@ -581,25 +586,23 @@ class RingEngine:
 
     # ------------------------------------------------------------ faults
 
-    def _delayed_read(self, wanted: int) -> Step:
+    def _delayed_read(self, faults: Faults, wanted: int) -> Step:
         """Wait until this read is due; return how many bytes it may bring. Raises _Failed."""
-        assert self._faults is not None
         now_ns = time.monotonic_ns()
-        due_ns = self._faults.due_ns("read", wanted, now_ns)
+        due_ns = faults.due_ns("read", wanted, now_ns)
         if due_ns > now_ns:
             yield self._wait_until, due_ns
-        if number := self._faults.read_errno():
+        if number := faults.read_errno():
             raise _Failed("read", number)
-        return self._faults.read_bytes(wanted)
+        return faults.read_bytes(wanted)
 
-    def _delayed_write(self, wanted: int) -> Generator[Request, int, None]:
+    def _delayed_write(self, faults: Faults, wanted: int) -> Generator[Request, int, None]:
         """Wait until this write is due. Raises _Failed."""
-        assert self._faults is not None
         now_ns = time.monotonic_ns()
-        due_ns = self._faults.due_ns("write", wanted, now_ns)
+        due_ns = faults.due_ns("write", wanted, now_ns)
         if due_ns > now_ns:
             yield self._wait_until, due_ns
-        if number := self._faults.write_errno():
+        if number := faults.write_errno():
             raise _Failed("write", number)
 
 
