@@ -178,6 +178,35 @@ class KeysFound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreloadAsked:
+    """
+    The coordinator asks for slots for all ranks' objects of these keys, all or none; answered by SendPreloadAnswer.
+
+    *priority*, *arrival*: the request's place in the scheduler's order, ascending.
+    """
+
+    admission: int
+    namespace: int
+    keys: list[bytes]
+    priority: int
+    arrival: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreloadCommitted:
+    """Every device has reserved: read that admission's objects when no load needs the drive."""
+
+    admission: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreloadWithdrawn:
+    """Nobody wants that admission any more: what has landed is cache, what has not is forgotten."""
+
+    admission: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FileOpened:
     """End of OpenFile. *error* None: the file is open and waits for ReadFile or CloseFile."""
 
@@ -214,7 +243,7 @@ class TimePassed:
 Event = (
     NamespaceAdded | SegmentAdded | SegmentRecalled | ClientJoined | ClientLeft | ClientProven | LoadWanted
     | LoadCancelled | SlotsReleased | StoreWanted | SlotsFilled | StoreCancelled | KeysFound | FileOpened | FileRead
-    | ObjectPublished | DrainStarted | TimePassed
+    | ObjectPublished | DrainStarted | TimePassed | PreloadAsked | PreloadCommitted | PreloadWithdrawn
 )  # fmt: skip
 
 
@@ -334,7 +363,30 @@ class ReturnSegment:
     segment: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPreloadAnswer:
+    """Tell the coordinator whether that admission's slots are reserved here."""
+
+    admission: int
+    reserved: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPreloadRevoked:
+    """Tell the coordinator that a load had to take slots of that admission, which is withdrawn here."""
+
+    admission: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPreloadLanded:
+    """Tell the coordinator that all objects of that admission are resident here, or given up."""
+
+    admission: int
+
+
 Action = (
     OpenFile | ReadFile | CloseFile | PublishObject | SetAside | SendReady | SendLoadFailed | SendGranted | SendExists
-    | SendDropped | TellKey | TellStoreEnded | ReturnSegment
+    | SendDropped | TellKey | TellStoreEnded | ReturnSegment | SendPreloadAnswer | SendPreloadRevoked
+    | SendPreloadLanded
 )  # fmt: skip

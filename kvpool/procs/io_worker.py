@@ -93,6 +93,8 @@ class IoWorker:
         self._slot_bytes: dict[int, int] = {}
         #: op -> the object it is about, from its action to its end.
         self._ops: dict[int, events.ObjectId] = {}
+        #: Keys of admissions of which more is to come.
+        self._preload_keys: dict[int, list[bytes]] = {}
         self._reads = SpeedMeter()
         self._writes = SpeedMeter()
         self._errors: dict[str, int] = {}
@@ -185,6 +187,8 @@ class IoWorker:
             case wire.KeysProbe(probe=probe, namespace=namespace, keys=keys):
                 if not self._namespaces.begin_probe(self._engine, probe, namespace, keys):
                     self._send_control(wire.KeysProbed(probe=probe))
+            case wire.PreloadReserve() | wire.PreloadCommit() | wire.PreloadWithdraw():
+                self._on_preload(message)
             case wire.ReportWanted(report=report):
                 self._send_control(wire.Report(report=report, facts=self._facts()))
             case wire.Drain():
@@ -192,6 +196,28 @@ class IoWorker:
                 self._handle(events.DrainStarted())
             case _:
                 raise ProtocolError("message not for a running worker", type=type(message).__name__)
+
+    def _on_preload(self, message: wire.PreloadReserve | wire.PreloadCommit | wire.PreloadWithdraw) -> None:
+        match message:
+            case wire.PreloadReserve(admission=admission):
+                keys = [*self._preload_keys.pop(admission, []), *message.keys]
+                if message.more:
+                    self._preload_keys[admission] = keys
+                    return
+                self._handle(
+                    events.PreloadAsked(
+                        admission=admission,
+                        namespace=message.namespace,
+                        keys=keys,
+                        priority=message.priority,
+                        arrival=message.arrival,
+                    )
+                )
+            case wire.PreloadCommit(admission=admission):
+                self._handle(events.PreloadCommitted(admission=admission))
+            case wire.PreloadWithdraw(admission=admission):
+                self._preload_keys.pop(admission, None)
+                self._handle(events.PreloadWithdrawn(admission=admission))
 
     def _open_namespace(self, namespace: int, spec: wire.NamespaceSpec) -> None:
         try:
@@ -326,6 +352,12 @@ class IoWorker:
                 | events.TellStoreEnded()
             ):
                 self._outbox.add(action)
+            case events.SendPreloadAnswer(admission=admission, reserved=reserved):
+                self._send_control(wire.PreloadAnswer(admission=admission, reserved=reserved))
+            case events.SendPreloadRevoked(admission=admission):
+                self._send_control(wire.PreloadRevoked(admission=admission))
+            case events.SendPreloadLanded(admission=admission):
+                self._send_control(wire.PreloadLanded(admission=admission))
             case events.ReturnSegment(segment=segment):
                 self._engine.drop_segment(segment)
                 del self._slot_bytes[segment]
@@ -460,7 +492,7 @@ def _facts_of_table(counted: dict[str, int]) -> dict[str, str | int | float | bo
         facts.SLOTS_QUARANTINED: counted["slots_quarantined"],
         facts.INDEX_OBJECTS: counted["keys"],
         facts.LOADS: counted.get("loads_ready", 0),
-        facts.STORES: counted.get("writes", 0) - counted.get("write_errors", 0),
+        facts.STORES: counted.get("writes", 0),
         facts.STORES_DROPPED: counted.get("keys_dropped", 0),
         facts.STORES_EXISTED: counted.get("keys_existing", 0),
         facts.BYTES_LOADED: counted.get("read_bytes", 0),
@@ -470,7 +502,8 @@ def _facts_of_table(counted: dict[str, int]) -> dict[str, str | int | float | bo
 
 
 def _facts_of_engine(counted: dict[str, int | float | str]) -> dict[str, str | int | float | bool]:
-    return {f"engine_{name}": value for name, value in counted.items()}
+    told: dict[str, str | int | float | bool] = {f"engine_{name}": value for name, value in counted.items()}
+    return {facts.DEPTH_ACHIEVED: counted["depth_mean"], **told} if "depth_mean" in counted else told
 
 
 def _table_settings(device: int, settings: config.Settings) -> events.TableSettings:

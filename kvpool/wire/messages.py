@@ -476,6 +476,54 @@ class WorkerState(Message):
     state: DeviceState
 
 
+class PreloadReserve(Message):
+    """
+    Coordinator: reserve slots for all ranks' objects of these keys that are not in staging yet, or none.
+
+    A request's keys of one device may come in several messages; the last one has *more* False, and then the
+    worker answers PreloadAnswer once. *priority*, *arrival*: the request's place in the scheduler's order,
+    ascending; the last in order is the first that a load takes slots from.
+    """
+
+    admission: int
+    namespace: int
+    keys: list[bytes]
+    priority: int
+    arrival: int
+    more: bool = False
+
+
+class PreloadAnswer(Message):
+    """Worker: the slots of that admission are reserved here, or cannot be."""
+
+    admission: int
+    reserved: bool
+
+
+class PreloadCommit(Message):
+    """Coordinator: every device has reserved; read, when no load needs the drive."""
+
+    admission: int
+
+
+class PreloadWithdraw(Message):
+    """Coordinator: nobody wants that admission any more; what has landed is cache, what has not is forgotten."""
+
+    admission: int
+
+
+class PreloadRevoked(Message):
+    """Worker: a load had to take slots of that admission; it is withdrawn here and must be everywhere."""
+
+    admission: int
+
+
+class PreloadLanded(Message):
+    """Worker: all objects of that admission are resident here (those whose file failed are given up)."""
+
+    admission: int
+
+
 class Drain(Message):
     """Coordinator: take nothing new, write what is filled, then exit with 0."""
 
@@ -491,8 +539,9 @@ RankToWorker = Load | Release | LoadCancel | Store | Filled | StoreCancel
 WorkerToRank = Ready | LoadFailed | StoreAnswer
 CoordinatorToWorker = (
     WorkerSetup | NamespaceOpened | ClientJoined | ClientProven | SegmentGranted | SegmentsGranted
-    | SegmentRecalled | KeysProbe | ReportWanted | Drain
+    | SegmentRecalled | KeysProbe | ReportWanted | PreloadReserve | PreloadCommit | PreloadWithdraw | Drain
 )  # fmt: skip
 WorkerToCoordinator = (
-    WorkerReady | SegmentReturned | KeysTold | ScanEnded | KeysProbed | WorkerStoresEnded | WorkerState | Report
+    WorkerReady | SegmentReturned | KeysTold | ScanEnded | KeysProbed | WorkerStoresEnded | WorkerState
+    | PreloadAnswer | PreloadRevoked | PreloadLanded | Report
 )
