@@ -76,7 +76,7 @@ class KvProbe:
                 written += view.numel()
         return written
 
-    def kvprobe_pids(self: Any) -> int:
+    def kvprobe_pid(self: Any) -> int:
         """Return the pid of this worker."""
         import os
 

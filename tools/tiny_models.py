@@ -38,7 +38,7 @@ _COMMON: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 
-#: Name -> config.json. `llama` has one full-attention group;
+#: Name -> config.json. `llama` has one full-attention group; `llama-gpu` too, with heads that GPU kernels take;
 #: `gemma3` has two sliding-window groups beside a full-attention one.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -49,6 +49,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 32,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+    },
+    "llama-gpu": {
+        **_COMMON,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
         "hidden_act": "silu",
         "rope_theta": 10000.0,
     },

@@ -32,7 +32,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="session")
 def engines(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartEngine]:
-    """Start an engine: `engines("llama", name="a", connector=…, tp=2, …)`. After the run all have ended, trees and all."""
+    """Start an engine: `engines("llama", name="a", connector=…, tp=2, …)`. All trees have ended after the run."""
     started: list[Engine] = []
     logs = tmp_path_factory.mktemp("engines")
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from kvpool.client import admin
@@ -243,8 +244,6 @@ def alter_payload(path: Path) -> None:
 
 def _noise(size: int) -> bytes:
     """Return *size* bytes that are small float32 numbers, so that the model computes with them and not with NaN."""
-    import numpy as np
-
     return np.random.default_rng(7).standard_normal(-(-size // 4), dtype=np.float32).tobytes()[:size]
 
 
