@@ -73,6 +73,7 @@ def spawn(
     *,
     output: int | None = None,
     env: Mapping[str, str] | None = None,
+    own_group: bool = False,
 ) -> subprocess.Popen[bytes]:
     """
     Start a program; only 0, 1, 2 and *pass_fds* stay open in it, under the same numbers.
@@ -83,6 +84,7 @@ def spawn(
             reaped; the program's own end is not seen through it.
         output: Descriptor for standard output and error; None: the starter's own, and nothing where detached.
         env: Its environment; None: the starter's own.
+        own_group: In its own process group, so that a terminal's Ctrl-C reaches its starter alone.
 
     Raises:
         HostError: The program cannot be started.
@@ -98,6 +100,7 @@ def spawn(
             close_fds=True,
             pass_fds=tuple(pass_fds),
             env=env,
+            process_group=0 if own_group else None,
         )
     except OSError as error:
         raise HostError("cannot start a program", program=argv[0], reason=str(error)) from error

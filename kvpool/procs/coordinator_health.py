@@ -3,8 +3,9 @@ Answers about health: what the coordinator knows, beside what each process says 
 
 Theory. An admin's question makes one *round*: every ready worker and attached client is asked for
 its facts, and the answer goes out when all have answered, or `ROUND_S` later without those that did
-not (they are "silent"). Questions that come during a round share its answer. Nothing is measured
-here: CPU, memory and descriptors are read from outside, by whoever asks.
+not (they are "silent"). Questions that come during a round share its answer. A scheduler answers when its engine
+takes a step, which an idle one does not: it is asked but not waited for, and what it said last is told.
+Nothing is measured here: CPU, memory and descriptors are read from outside, by whoever asks.
 """
 
 import time
@@ -25,10 +26,20 @@ Facts = dict[str, str | int | float | bool]
 
 @dataclass(slots=True)
 class Row:
-    """One process: what is known of it here, and how to ask it for more (None: nothing to ask)."""
+    """
+    One process.
+
+    Attributes:
+        known: What is known of it here for certain.
+        peer: How to ask it for more; None: nothing to ask.
+        last_known: What it said earlier, and may say anew.
+        awaited: Whether the round waits for its answer.
+    """
 
     known: Facts
     peer: Peer | None = None
+    last_known: Facts = field(default_factory=dict)
+    awaited: bool = True
 
 
 @dataclass(slots=True)
@@ -41,7 +52,10 @@ class _Round:
 
     @property
     def is_complete(self) -> bool:
-        return all(row.peer is None or row.peer.gone or index in self.said for index, row in enumerate(self.rows))
+        return all(
+            row.peer is None or row.peer.gone or not row.awaited or index in self.said
+            for index, row in enumerate(self.rows)
+        )
 
 
 class Rounds:
@@ -59,6 +73,8 @@ class Rounds:
         self._pool = pool
         self._number = 0
         self._round: _Round | None = None
+        #: What peers said last, of those that are not awaited.
+        self._said_last: dict[Peer, Facts] = {}
 
     def asked(self, admin: Peer) -> None:
         """An admin wants the pool's health."""
@@ -69,7 +85,8 @@ class Rounds:
             self._end_if_complete()
 
     def reported(self, peer: Peer, number: int, facts: Facts) -> None:
-        """A process answered; answers to a round that is over are ignored."""
+        """A process answered; an answer to a round that is over counts for the next one, if it is not awaited there."""
+        self._said_last[peer] = facts
         if self._round is None or number != self._number:
             return
         for index, row in enumerate(self._round.rows):
@@ -80,6 +97,8 @@ class Rounds:
     def _begin(self) -> None:
         self._number += 1
         self._round = _Round(self._rows())
+        unawaited = {row.peer for row in self._round.rows if not row.awaited}
+        self._said_last = {peer: said for peer, said in self._said_last.items() if peer in unawaited}
         for row in self._round.rows:
             if row.peer is not None:
                 row.peer.send(ReportWanted(report=self._number))
@@ -94,18 +113,19 @@ class Rounds:
         self._loop.cancel_timer("health")
         if ended is None:
             return
-        rows = [_answer(row, ended.said.get(index)) for index, row in enumerate(ended.rows)]
+        rows = [self._answer(row, ended.said.get(index)) for index, row in enumerate(ended.rows)]
         parts = [part for _, part in split(rows)] or [[]]
         pool = self._pool()
         for admin in ended.asked_by:
             for index, part in enumerate(parts):
                 admin.send(Health(pool=pool, rows=part, more=index < len(parts) - 1))
 
-
-def _answer(row: Row, said: Facts | None) -> Facts:
-    """Join what a process said with what is known here, which wins."""
-    if row.peer is None:
-        return row.known
-    if said is None:
-        return {**row.known, f.STATE: f.SILENT}
-    return {**said, **row.known}
+    def _answer(self, row: Row, said: Facts | None) -> Facts:
+        """Join what a process said with what is known here, which wins."""
+        if row.peer is None:
+            return row.known
+        if said is None and not row.awaited:
+            said = self._said_last.get(row.peer, {})
+        if said is None:
+            return {**row.last_known, **row.known, f.STATE: f.SILENT}
+        return {**row.last_known, **said, **row.known}

@@ -404,8 +404,8 @@ class Coordinator:
             known[f.UPTIME_S] = _seconds_since(child.started_ns)
         if not worker.ready:
             return Row({**known, f.STATE: f.STARTING})
-        known |= {f.STATE: f.DRAINING if self.draining else f.RUNNING, f.IO_MODE: worker.io_mode}
-        return Row(known, worker.peer)
+        known[f.STATE] = f.DRAINING if self.draining else f.RUNNING
+        return Row(known, worker.peer, {f.IO_MODE: worker.io_mode})
 
     def _client_row(self, client: Client) -> Row:
         return Row(
@@ -421,6 +421,7 @@ class Coordinator:
                 f.MODEL: self._namespaces.specs[client.namespace].model_name,
             },
             client.peer,
+            awaited=client.role != SCHEDULER,
         )
 
 

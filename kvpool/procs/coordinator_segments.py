@@ -282,6 +282,9 @@ class Staging:
         self.budget.total_bytes -= max(0, self.budget.free_bytes)
         self._lacking(str(error))
         self._go_on()
+        for device, making in enumerate(self._making):
+            if making.running is None and not making.wanted:
+                self._grant(device)  # nothing follows that would complete its batch
 
     def _lacking(self, advice: str) -> None:
         if not self.advice:

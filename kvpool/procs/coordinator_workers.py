@@ -169,8 +169,10 @@ class Workers:
     def _start(self, device: int) -> None:
         ours, theirs = channel.pair()
         try:
+            # A terminal's Ctrl-C is for the coordinator, which lets the workers write what is filled first.
+            control = theirs.fileno()
             popen = process.spawn(
-                [sys.executable, "-m", self._module, "--control-fd", str(theirs.fileno())], [theirs.fileno()]
+                [sys.executable, "-m", self._module, "--control-fd", str(control)], [control], own_group=True
             )
         except HostError as error:
             ours.close()

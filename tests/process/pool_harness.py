@@ -135,7 +135,9 @@ class PoolProcess:
         command += ["--worker-module", "tests.process.fake_worker", *(["--detached"] if detached else [])]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
         self.errors = open(directory / "errors.log", "ab")  # noqa: SIM115 - closed in close()
-        self.popen = subprocess.Popen(command, env=environment, stderr=self.errors, stdin=subprocess.DEVNULL)
+        self.popen = subprocess.Popen(
+            command, env=environment, stderr=self.errors, stdin=subprocess.DEVNULL, process_group=0
+        )
 
     def connect(self) -> Talker:
         """Return a talker that has not greeted; waits for the socket."""

@@ -445,6 +445,13 @@ def test_it_ends_when_asked_and_its_workers_too(pool: PoolProcess) -> None:
     assert not os.path.exists(f"{pool.run_dir}/pool.sock")
 
 
+def test_ctrl_c_lets_the_workers_write_first(pool: PoolProcess) -> None:
+    worker_pids(pool)
+    os.killpg(pool.popen.pid, signal.SIGINT)
+    assert 0 == pool.popen.wait(10)
+    assert 2 == pool.log().count("has written everything and ended")
+
+
 def test_a_killed_coordinator_takes_its_workers_along(pool: PoolProcess) -> None:
     pids = worker_pids(pool)
     rank = pool.attach("rank", 0)
