@@ -30,6 +30,7 @@ from kvpool.client.launch import ClientConfig
 from kvpool.errors import unreachable
 from kvpool_vllm import settings
 from kvpool_vllm.identity import namespace_of
+from kvpool_vllm.logs import share_vllm_log
 from kvpool_vllm.manager import KvPoolManager
 from kvpool_vllm.scheduling import SchedulerSide
 from kvpool_vllm.spec import SpecInputs, inputs
@@ -68,6 +69,7 @@ class KvPoolConnector(OffloadingConnector):
     """See vLLM's `KVConnectorBase_V1`; constructed once in each role."""
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        share_vllm_log()
         check_version(vllm.__version__)
         is_scheduler = role == KVConnectorRole.SCHEDULER
         transfer = settings.prepare(vllm_config, kv_cache_config, scheduler=is_scheduler)

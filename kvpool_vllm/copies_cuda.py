@@ -32,6 +32,8 @@ logger = init_logger(f"vllm.{__name__}")
 
 #: Largest piece registered in one call: drivers fail above 512 GiB, and the error shows up elsewhere.
 PIN_BYTES_MAX = 64 << 30
+#: Every event ever made, as many as were in use at once: none is collected, as that would call CUDA.
+_KEPT: list[Any] = []
 
 
 class Ticket:
@@ -78,7 +80,9 @@ class CudaCopier:
         with self._lock:
             if self._events:
                 return self._events.pop()
-        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            _KEPT.append(event)
+        return event
 
     # ------------------------------------------------------------ segments
 

@@ -239,8 +239,8 @@ class SchedulerSide:
         return self._blocks.block_pool.get_num_free_blocks() - self._promised
 
     def _blocks_promised(self) -> int:
-        unfinished = (request for request in self._holding.values() if request.num_computed_tokens < request.num_tokens)
-        return sum(self._blocks_of(request, request.num_computed_tokens, 0) for request in unfinished)
+        prefilling = (r for r in self._holding.values() if r.num_computed_tokens + 1 < r.num_tokens)
+        return sum(self._blocks_of(request, request.num_computed_tokens, 0) for request in prefilling)
 
     def _blocks_wanted(self, request: "Request", computed: int, tokens: int) -> int:
         return self._manager.guard.run(0, self._blocks_of, request, computed, tokens)

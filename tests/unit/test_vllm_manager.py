@@ -1,8 +1,12 @@
 """The scheduler's view of what is stored, over a pool that answers from a table."""
 
+# ruff: noqa: E402 - vLLM is imported, or the module skipped, before what needs it
+
 import pytest
 
-pytest.importorskip("vllm")
+from tests.unit.vllm_there import import_vllm
+
+import_vllm()
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
 from vllm.v1.metrics.cache_hit_source import CacheHitSource

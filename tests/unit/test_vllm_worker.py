@@ -1,5 +1,7 @@
 """One rank's transfers: jobs of vLLM dealt out to objects, and failures told beside successful ends."""
 
+# ruff: noqa: E402 - vLLM is imported, or the module skipped, before what needs it
+
 import mmap
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
+from tests.unit.vllm_there import import_vllm
+
+import_vllm()
 
 import torch
 from vllm.v1.kv_offload.base import (
