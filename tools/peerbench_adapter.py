@@ -34,8 +34,9 @@ from kvpool.client.rank import LoadObject, RankClient, StoreObject
 
 #: Below the harness's own time limit of an answer.
 TIMEOUT_S = 80.0
-#: Slots of each device beside those of the blocks.
-SPARE_SLOTS = 8
+#: Staging of each device beside that of its blocks: slots for the drive, and what segments of whole slots leave over.
+SPARE_BYTES = 256 << 20
+SPARE_SHARE = 0.1
 
 
 class GateCopier:
@@ -174,7 +175,8 @@ class PeerAdapter(Adapter):  # type: ignore[misc] # peerbench comes without type
         client, copier = self._connected()
         for batch in self._batches(keys):
             objects = [StoreObject(self._keys[block], self._device(block), block) for block in batch]
-            client.submit_store(self._next_job(), "blocks", objects, None)
+            job = self._next_job()
+            client.submit_store(job, f"request-{job}", objects, None)
         copier.wait_noted(len(keys))
 
     def store(self, keys: list[int]) -> dict[str, Any]:
@@ -215,9 +217,8 @@ class PeerAdapter(Adapter):  # type: ignore[misc] # peerbench comes without type
 
     # ------------------------------------------------------------ inside
 
-    def _note(self) -> dict[str, object]:
-        pool = self._fresh_pool() if self._is_fresh else self._pool
-        return {} if pool is None else {"verify": self.opt("verify", True), "devices": self._devices}
+    def _note(self) -> str:
+        return f"verify={self.opt('verify', True)} devices={self._devices} depth={self._depth}"
 
     def _device(self, block: int) -> int:
         return self._work.device(block)
@@ -242,11 +243,11 @@ class PeerAdapter(Adapter):  # type: ignore[misc] # peerbench comes without type
         paths = [os.path.join(self.ctx.data_dir, f"device{index}") for index in range(self._devices)]
         for path in paths:
             os.makedirs(path, exist_ok=True)
-        slots = -(-self._work.object_count // self._devices) + SPARE_SLOTS
+        share_bytes = -(-self._work.object_count // self._devices) * self._work.slot_bytes
         plan = Plan(
             paths=paths,
             queue_depth=self._depth,
-            staging_bytes=self._devices * slots * self._work.slot_bytes,
+            staging_bytes=self._devices * (int(share_bytes * (1 + SPARE_SHARE)) + SPARE_BYTES),
             verify=self.opt("verify", True),
         )
         self._pool = OwnPool(plan, self._work)

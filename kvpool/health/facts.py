@@ -33,7 +33,7 @@ BREAKER_CLOSED, BREAKER_OPEN, BREAKER_PROBING = "closed", "open", "probing"
 
 ROLE = _fact("role", "coordinator, io_worker, rank, scheduler")
 PID = _fact("pid", "process id as the process itself sees it")
-STATE = _fact("state", "starting, running, draining, down (no process now), silent (did not answer in time)")
+STATE = _fact("state", "starting, running, draining, down (no process now), silent (owed an answer and gave none)")
 UPTIME_S = _fact("uptime_s", "seconds since the process began")
 QUEUE_MESSAGES = _fact("queue_messages", "messages waiting in this process to be read by its peers")
 
