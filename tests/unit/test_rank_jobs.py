@@ -213,6 +213,14 @@ def test_a_worker_that_gives_a_slot_twice_is_left() -> None:
     assert isinstance(table.ready(0, 0)[0], ev.DropWorker)
 
 
+def test_a_worker_that_answers_twice_in_one_message_is_left() -> None:
+    table = Table()
+    table.load([0])
+    assert isinstance(table.ready(0, 0, 0)[0], ev.DropWorker)
+    table.store([1], wire=2)
+    assert isinstance(table.answer(1, 0, exist=[0], wire=2)[0], ev.DropWorker)
+
+
 def test_a_worker_with_an_unknown_code_is_left() -> None:
     table = Table()
     table.load([0])
