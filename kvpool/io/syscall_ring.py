@@ -205,9 +205,7 @@ class SyscallRing:
 
     def stat(self, token: int, path: str) -> None:
         """Look whether *path* exists; the result is 0."""
-        self._put(
-            _STATX, token, offset=ctypes.addressof(self._statx), address=self._keep(path), length=_STATX_TYPE
-        )
+        self._put(_STATX, token, offset=ctypes.addressof(self._statx), address=self._keep(path), length=_STATX_TYPE)
 
     def _two_paths(self, opcode: int, token: int, source: str, path: str, op_flags: int) -> None:
         source_address = self._keep(source)

@@ -43,6 +43,8 @@ from kvpool.wire import messages as wire
 
 log = logging.getLogger("kvpool.worker")
 
+#: What a report says.
+Facts = dict[str, str | int | float | bool]
 #: The state of the device is told at most this often, and when speed or backlog moved by this much.
 STATE_INTERVAL_NS = 50_000_000
 STATE_CHANGE = 0.1
@@ -240,9 +242,7 @@ class IoWorker:
         for segment in batch:
             self._slot_bytes[segment.segment] = segment.slot_bytes
             count = len(segment.memory) // segment.slot_bytes
-            self._handle(
-                events.SegmentAdded(segment=segment.segment, slot_bytes=segment.slot_bytes, slot_count=count)
-            )
+            self._handle(events.SegmentAdded(segment=segment.segment, slot_bytes=segment.slot_bytes, slot_count=count))
 
     def _send_control(self, message: wire.Message) -> None:
         try:
@@ -427,14 +427,12 @@ class IoWorker:
             return
         speed, backlog = self._reads.bytes_per_s, self._backlog_bytes()
         self._state_told = (speed, backlog, now_ns)
-        state = wire.DeviceState(
-            device=self._setup.device, healthy=True, read_bytes_per_s=speed, backlog_bytes=backlog
-        )
+        state = wire.DeviceState(device=self._setup.device, healthy=True, read_bytes_per_s=speed, backlog_bytes=backlog)
         self._send_control(wire.WorkerState(state=state))
 
-    def _facts(self) -> dict[str, str | int | float | bool]:
+    def _facts(self) -> Facts:
         space = os.statvfs(self._device.path)
-        told: dict[str, str | int | float | bool] = {
+        told: Facts = {
             facts.ROLE: facts.IO_WORKER,
             facts.DEVICE: self._device.name,
             facts.DEVICE_PATH: self._device.path,
@@ -479,8 +477,8 @@ def _rank_event(client: int, message: wire.Message) -> events.Event:
             raise ProtocolError("message not for a worker", type=type(message).__name__)
 
 
-def _facts_of_table(counted: dict[str, int]) -> dict[str, str | int | float | bool]:
-    return {
+def _facts_of_table(counted: dict[str, int]) -> Facts:
+    told: Facts = {
         facts.QUEUE_LOAD: counted["opens_queued"],
         facts.QUEUE_STORE: counted["writes_queued"],
         facts.IN_FLIGHT_OPENS: counted["opens_inflight"] + counted["files_open"],
@@ -498,10 +496,11 @@ def _facts_of_table(counted: dict[str, int]) -> dict[str, str | int | float | bo
         facts.BYTES_LOADED: counted.get("read_bytes", 0),
         facts.BYTES_STORED: counted.get("write_bytes", 0),
         facts.SET_ASIDE: counted.get("corrupt", 0),
-    } | {f"table_{name}": count for name, count in counted.items()}
+    }
+    return told | {f"table_{name}": count for name, count in counted.items()}
 
 
-def _facts_of_engine(counted: dict[str, int | float | str]) -> dict[str, str | int | float | bool]:
+def _facts_of_engine(counted: dict[str, int | float | str]) -> Facts:
     told: dict[str, str | int | float | bool] = {f"engine_{name}": value for name, value in counted.items()}
     return {facts.DEPTH_ACHIEVED: counted["depth_mean"], **told} if "depth_mean" in counted else told
 

@@ -105,4 +105,3 @@ class Outbox:
         self._keys.clear()
         self._ended.clear()
         return messages
-
