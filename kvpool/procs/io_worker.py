@@ -52,7 +52,7 @@ STATE_CHANGE = 0.1
 FAULTS_VARIABLE = "KVPOOL_TEST_FAULTS"
 
 
-class CoordinatorGone(Exception):
+class CoordinatorGone(Exception):  # noqa: N818 - an end, not a failure
     """The control socket hung up: this process has nothing to live for."""
 
 
