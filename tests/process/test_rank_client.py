@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client import rank as rank_module
+from kvpool.client import link as link_module
 from kvpool.client.copier import Copier, Copy, MemoryCopier
 from kvpool.client.launch import ClientConfig
 from kvpool.client.rank import JobEnded, LoadObject, RankClient, StoreObject
@@ -216,7 +216,7 @@ def test_a_store_without_an_answer_is_dropped_in_time(rank: Rank) -> None:
 
 def test_a_load_without_an_answer_fails_in_time(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     rank.pool.load_deadline_s = 0.0
-    monkeypatch.setattr(rank_module, "LOAD_MARGIN_S", 0.1)
+    monkeypatch.setattr(link_module, "LOAD_MARGIN_S", 0.1)
     rank.pool.vanish()
     wait_until(lambda: not rank.client.connected)
     rank.pool.start()
@@ -263,6 +263,23 @@ def test_a_worker_that_returns_serves_again(rank: Rank) -> None:
     rank.connected()
     loaded = rank.load(2, 4)
     assert () == rank.end_of(2).failed
+    assert stored == loaded
+
+
+def test_a_worker_that_hangs_up_without_a_word_is_lost_and_the_pool_is_attached_anew(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "ORPHAN_S", 0.3)
+    stored = rank.store(1, 4)
+    rank.end_of(1)
+    wait_until(lambda: len(rank.pool.objects) == 4)
+    rank.pool.worker_hangs_up(0, told=False, back=False)
+    wait_until(lambda: "CopiesEnded" in rank.pool.kinds_heard("rank"))
+    rank.load(2, 1)
+    assert ((0, Code.WORKER_LOST),) == rank.end_of(2).failed
+    rank.connected()
+    loaded = rank.load(3, 4)
+    assert () == rank.end_of(3).failed
     assert stored == loaded
 
 
@@ -492,9 +509,9 @@ def test_a_pool_that_cannot_be_started_is_tried_again_ever_more_rarely(
         tries.append(time.monotonic())
         raise PoolUnavailable("the coordinator ended at its start")
 
-    monkeypatch.setattr(rank_module, "ensure_pool", failing)
-    monkeypatch.setattr(rank_module, "RETRY_S_MAX", 0.05)
-    monkeypatch.setattr(rank_module, "START_RETRY_S_MIN", 0.1)
+    monkeypatch.setattr(link_module, "ensure_pool", failing)
+    monkeypatch.setattr(link_module, "RETRY_S_MAX", 0.05)
+    monkeypatch.setattr(link_module, "START_RETRY_S_MIN", 0.1)
     config = ClientConfig(run_dir=str(tmp_path), autostart=True)
     client = RankClient(config, namespace(), engine="e", rank=0, copier=MemoryCopier())
     wait_until(lambda: len(tries) == 4)
