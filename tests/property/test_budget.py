@@ -72,6 +72,8 @@ class BudgetMachine(RuleBasedStateMachine):
         device = data.draw(st.integers(0, len(self.budget.devices) - 1))
         for segment in self.budget.worker_down(device, self.now_ns):
             assert self.budget.segments[segment].pair.device == device
+        left = {s.state for s in self.budget.segments.values() if s.pair.device == device}
+        assert left <= {State.CREATING, State.CLOSING, State.QUARANTINED}, "the dead hold nothing"
 
     @rule(data=st.data())
     def proof_comes(self, data: st.DataObject) -> None:

@@ -14,13 +14,14 @@ SCHEDULERS = {1: 10, 2: 10, 3: 11}  # scheduler -> namespace
 
 _device = st.integers(0, DEVICES - 1)
 _scheduler = st.sampled_from(sorted(SCHEDULERS))
-_keys = st.lists(st.sampled_from(KEYS), max_size=6)
+_keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=6)
 
 
 class DirectoryMachine(RuleBasedStateMachine):
     """
-    The model: flags by (namespace, device, key), announced keys by (scheduler, request), and what each
-    scheduler believes: the last Status or KeysChanged about a key.
+    The model: flags and announced keys in plain dictionaries, and what each scheduler believes.
+
+    It believes the last Status or KeysChanged about a key.
     """
 
     @initialize()
@@ -36,6 +37,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         for number, namespace in SCHEDULERS.items():
             self.directory.open_namespace(namespace)
             self.directory.scheduler_joined(number, f"engine{number}", namespace)
+        for device in range(DEVICES):
+            self.worker_up(device)
 
     def truth(self, namespace: int, key: bytes) -> tuple[int, int]:
         held = [(flags & RESIDENT, -device, flags) for (ns, device, k), flags in self.flags.items()
@@ -78,7 +81,9 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(
         device=_device,
         namespace=st.sampled_from([10, 11]),
-        entries=st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from([0, STORED, RESIDENT, STORED | RESIDENT]))),
+        entries=st.lists(
+            st.tuples(st.sampled_from(KEYS), st.sampled_from([0, STORED, RESIDENT, STORED | RESIDENT])), min_size=1
+        ),
     )
     def told(self, device: int, namespace: int, entries: list[tuple[bytes, int]]) -> None:
         if not self.running[device]:
@@ -114,6 +119,10 @@ class DirectoryMachine(RuleBasedStateMachine):
         for request in requests:
             self.announced.pop((scheduler, request), None)
             self.incomplete.discard((scheduler, request))
+
+    def teardown(self) -> None:
+        for scheduler in SCHEDULERS:
+            self.listen(scheduler)
 
     @rule(scheduler=_scheduler)
     def listen(self, scheduler: int) -> None:
