@@ -173,6 +173,16 @@ def test_a_dead_workers_segments_are_not_free_and_come_back_after_proof() -> Non
     assert [128, 128] == held(division)
 
 
+def test_a_dead_workers_recalled_segments_wait_for_proof_too() -> None:
+    division = budget(1 * GIB, 1)
+    division.open_namespace(1, 1, [OBJECT])
+    settle(division)
+    division.open_namespace(2, 1, [8 * MIB - 4096])
+    recalled = [step.segment for step in division.plan(0)[0] if isinstance(step, Recall)]
+    assert set(recalled) < set(division.worker_down(0, 0))
+    assert not division.returned(recalled[0])
+
+
 def test_a_quarantine_without_end_leaves_the_successor_others_memory() -> None:
     division = budget(1 * GIB, 1, 1)
     division.open_namespace(1, 1, [OBJECT])
