@@ -20,6 +20,7 @@ from collections.abc import Callable
 import posix_ipc
 
 from kvpool.errors import HostError, ProtocolError
+from kvpool.io import huge_pages
 
 SHM_DIR = "/dev/shm"
 
@@ -75,7 +76,8 @@ def prefault(fd: int, segment_bytes: int, progress: Callable[[int], None] | None
     """
     Give every page of a segment its memory now, so that no later access can fail (SIGBUS).
 
-    Slow (about 0.3 s per GiB); releases the interpreter lock. One thread per segment keeps its pages together.
+    In huge pages as far as the kernel gives them. Slow (0.3 s per GiB, with huge pages 1.6 to 10 s); releases the
+    interpreter lock. One thread per segment keeps its pages together.
 
     Args:
         progress: Called with the bytes done so far after each piece; what it raises ends the work.
@@ -86,6 +88,7 @@ def prefault(fd: int, segment_bytes: int, progress: Callable[[int], None] | None
     done = 0
     while done < segment_bytes:
         piece = min(_PREFAULT_PIECE_BYTES, segment_bytes - done)
+        huge_pages.gather(fd, done, piece)
         try:
             os.posix_fallocate(fd, done, piece)
         except OSError as error:
