@@ -12,10 +12,18 @@ the scheduler role, which gives that request no second load, and sets its store 
 recomputed chunks are offered for storing again.
 """
 
+# ruff: noqa: E402 - the version is checked before anything of vLLM that only tested versions have is imported
+
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import vllm
+
+from kvpool_vllm.versions import check_version
+
+check_version(vllm.__version__)
+
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -29,12 +37,12 @@ from vllm.logger import init_logger
 from kvpool.client.launch import ClientConfig
 from kvpool.errors import unreachable
 from kvpool_vllm import settings
+from kvpool_vllm.guard import Guard
 from kvpool_vllm.identity import namespace_of
 from kvpool_vllm.logs import share_vllm_log
 from kvpool_vllm.manager import KvPoolManager
 from kvpool_vllm.scheduling import SchedulerSide
 from kvpool_vllm.spec import SpecInputs, inputs
-from kvpool_vllm.versions import check_version
 from kvpool_vllm.worker import KvPoolWorker, LoadFailure
 
 if TYPE_CHECKING:
@@ -70,7 +78,6 @@ class KvPoolConnector(OffloadingConnector):
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         share_vllm_log()
-        check_version(vllm.__version__)
         is_scheduler = role == KVConnectorRole.SCHEDULER
         transfer = settings.prepare(vllm_config, kv_cache_config, scheduler=is_scheduler)
         namespace = namespace_of(vllm_config, kv_cache_config)
@@ -120,10 +127,10 @@ class KvPoolConnector(OffloadingConnector):
         return blocks
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
-        """Add the failed keys to vLLM's completions."""
+        """Add the failed keys to vLLM's completions; always in our kind, as the first rank's joins all."""
         meta = super().build_connector_worker_meta()
-        if meta is None or not self._failed_loads:
-            return meta
+        if meta is None:
+            return None
         failed, self._failed_loads = self._failed_loads, {}
         return KvPoolWorkerMetadata(meta.completed_jobs, meta.transfer_stats, failed)
 
@@ -136,6 +143,10 @@ class KvPoolConnector(OffloadingConnector):
         return SchedulerSide(self.scheduler, manager, namespace, backlog_s_max=backlog_s_max)
 
     @property
+    def _guard(self) -> Guard:
+        return self.side.guard
+
+    @property
     def side(self) -> SchedulerSide:
         """State of the scheduler role."""
         if self._side is None:
@@ -145,53 +156,54 @@ class KvPoolConnector(OffloadingConnector):
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """Get to know vLLM's blocks."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        self.side.bind(kv_cache_manager)
+        self._guard.run(None, self.side.bind, kv_cache_manager)
 
     def on_new_request(self, request: "Request") -> None:
         """Announce the request: what is stored of it is known before vLLM asks."""
         super().on_new_request(request)
-        self.side.announce(request)
+        self._guard.run(None, self.side.announce, request)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Say how many tokens can be loaded now; (None, False): ask later."""
-        vllm_answer = super().get_num_new_matched_tokens
-        return self.side.answer(request, num_computed_tokens, lambda: vllm_answer(request, num_computed_tokens))
+        lookup = partial(super().get_num_new_matched_tokens, request, num_computed_tokens)
+        answer = self._guard.run(None, self.side.answer, request, num_computed_tokens, lookup)
+        return lookup() if answer is None else answer
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """The request has its blocks."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self.side.allocated(request, num_external_tokens)
+        self._guard.run(None, self.side.allocated, request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """Choose what to store, and close the scheduling pass."""
-        self.side.before_stores()
+        self._guard.run(None, self.side.before_stores)
         meta = super().build_connector_meta(scheduler_output)
-        self.side.step_built(scheduler_output)
+        self._guard.run(None, self.side.step_built, scheduler_output)
         return meta
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Take note of ended jobs, and of what loads did not bring."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KvPoolWorkerMetadata):
-            self.side.failed_keys(meta.failed_loads)
+            self._guard.run(None, self.side.failed_keys, meta.failed_loads)
         super().update_connector_output(connector_output)
         if meta is not None:
-            self.side.jobs_ended()
+            self._guard.run(None, self.side.jobs_ended)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a finished request."""
-        self.side.finished(request.request_id)
+        self._guard.run(None, self.side.finished, request.request_id)
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a finished request."""
-        self.side.finished(request.request_id)
+        self._guard.run(None, self.side.finished, request.request_id)
         return super().request_finished_all_groups(request, block_ids)
 
     def reset_cache(self) -> bool | None:
         """Serve nothing from before now."""
         done = super().reset_cache()
-        self.side.reset()
+        self._guard.run(None, self.side.reset)
         return done

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
+#: Why a lookup is "later" for the fraction of a millisecond that an answer usually takes.
+UNANSWERED = "unanswered"
+
 
 @dataclass(slots=True)
 class RequestRecord:
@@ -76,8 +79,8 @@ class KvPoolManager(OffloadingManager):
         self._loads = loads
         self._stores = stores
         self._stopped = False
-        #: Lookups answered "later" so far.
-        self.unresolved = 0
+        #: Lookups so far of keys about which the pool has not answered yet.
+        self.unanswered = 0
         self._requests: dict[str, RequestRecord] = {}
         #: Keys whose copies are not over yet, as vLLM tells it.
         self._storing: set[bytes] = set()
@@ -118,7 +121,7 @@ class KvPoolManager(OffloadingManager):
         record.hits.pop(key, None)
         if not isinstance(found, Later):
             return LookupResult.MISS
-        self.unresolved += 1
+        self.unanswered += found.why == UNANSWERED
         return LookupResult.RETRY
 
     def missing_keys(self, request: str, keys: Collection[bytes]) -> dict[int, list[bytes]]:

@@ -2,9 +2,10 @@
 The connector's scheduler role beyond vLLM's own: announcing, waiting requests, admission, failed loads, holes.
 
 Theory. vLLM asks about a waiting request in every scheduling pass, about once per millisecond when nothing runs,
-and each time its connector looks up every key. So the answer "later" is remembered with all it depended
-on (what the pool has told, ended jobs, the lengths), and a poll that finds these unchanged compares a few integers.
-Whatever is admitted is looked up afresh: vLLM's connector keeps state of its last lookup.
+and each time its connector looks up every key. So the last answer is remembered with all it depended on (what
+the pool has told, ended jobs, the lengths), and a poll that finds these unchanged compares a few integers. vLLM's
+connector keeps state of a request's last lookup, which an admitted load needs: so a hit is admitted either
+right after its lookup or while nothing has changed since.
 
 A hit that is not resident goes through :mod:`kvpool_vllm.defer`; this module tells it the bytes, the blocks
 vLLM will ask for, and the blocks that are free, by the computation of vLLM's own admission.
@@ -40,28 +41,43 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
-#: An unresolved lookup is asked again after this long even if nothing was heard: its end may be a deadline.
+#: A lookup that says "later" is repeated after this long even if nothing was heard: its end may be a deadline. That of
+#: a deferred hit is repeated no more often than this, however much is heard.
 RETRY_EVERY_S = 0.005
 #: Time that one scheduling pass may spend waiting for the pool's answers, in all.
 WAIT_S_MAX = 0.001
 
 Answer = tuple[int | None, bool]
+LATER: Answer = (None, False)
 
 
-@dataclass(slots=True)
-class Waiting:
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What an answer depended on: lengths, vLLM's own reasons to say "later", and what the pool has told."""
+
+    computed: int
+    tokens: int
+    engine: int
+    pool: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
     """
-    The verdict on a waiting request, good while nothing that it depends on has changed.
+    The last answer to a waiting request.
 
     Attributes:
-        seen: Counters and lengths it was made with.
-        wish: The hit that was deferred; None: vLLM or the pool said "ask later".
-        retry_at: For the latter, when to ask again although nothing has changed.
+        seen: What it depended on.
+        answer: What vLLM's lookup said.
+        wish: The hit in it, when it was deferred.
+        again_at: When the lookup is worth repeating: for "later", which may end with time, for a deferred hit, if
+            anything has changed.
     """
 
-    seen: tuple[int, ...]
+    seen: Seen
+    answer: Answer
     wish: Wish | None
-    retry_at: float
+    again_at: float
 
 
 class SchedulerSide:
@@ -92,7 +108,7 @@ class SchedulerSide:
             for group, config in self._configs.items()
         }
         self._deferral = Deferral(backlog_s_max=backlog_s_max)
-        self._waiting: dict[str, Waiting] = {}
+        self._remembered: dict[str, Remembered] = {}
         self._announced: dict[str, int] = {}
         #: Requests that hold GPU blocks: they run or load.
         self._holding: dict[str, Request] = {}
@@ -102,6 +118,8 @@ class SchedulerSide:
         self._wait_left_s = WAIT_S_MAX
         self._promised: int | None = None
         self._blocks: KVCacheManager | None = None
+        #: What fails here switches the manager off too: everything is a miss then.
+        self.guard = manager.guard
         manager.mask_of = self._mask_of
 
     @property
@@ -135,7 +153,7 @@ class SchedulerSide:
 
     def finished(self, request: str) -> None:
         """Forget a request that waits or holds no longer. Its load may still be in flight."""
-        self._waiting.pop(request, None)
+        self._remembered.pop(request, None)
         self._announced.pop(request, None)
         self._holding.pop(request, None)
         self._deferral.forget(request)
@@ -152,35 +170,34 @@ class SchedulerSide:
         """
         self._pump()
         name = request.request_id
-        seen = self._seen(request, computed)
-        waiting = self._waiting.get(name)
-        if waiting is not None and waiting.seen == seen and self._still_waits(name, waiting):
-            return None, False
-        self._waiting.pop(name, None)
-        self.announce(request)
-        tokens, is_async = self._ask(ask)
-        if tokens is None:
-            self._waiting[name] = Waiting(self._seen(request, computed), None, time.monotonic() + RETRY_EVERY_S)
-        elif tokens > 0:
-            wish = self._wish(request, computed, tokens)
-            if self._deferred(name, wish):
-                self._waiting[name] = Waiting(self._seen(request, computed), wish, 0.0)
-                return None, False
-        return tokens, is_async
+        last = self._remembered.get(name)
+        if last is None or not self._holds(name, last, self._seen(request, computed)):
+            self.announce(request)
+            found = self._ask(ask)
+            wish = self._wish(request, computed, found[0]) if found[0] else None
+            last = Remembered(self._seen(request, computed), found, wish, time.monotonic() + RETRY_EVERY_S)
+            self._remembered[name] = last
+        return LATER if last.wish is not None and self._deferred(name, last.wish) else last.answer
 
-    def _seen(self, request: "Request", computed: int) -> tuple[int, ...]:
-        return self._manager.client.changes, self._changes, computed, request.num_tokens
+    def _holds(self, request: str, last: Remembered, seen: Seen) -> bool:
+        """Say whether the lookup need not be repeated. What stays deferred may be a little out of date."""
+        if last.answer[0] is None:
+            return last.seen == seen and time.monotonic() < last.again_at
+        same_lengths = (last.seen.computed, last.seen.tokens) == (seen.computed, seen.tokens)
+        if last.seen == seen or not same_lengths or last.wish is None or time.monotonic() >= last.again_at:
+            return last.seen == seen
+        return self._deferred(request, last.wish)
 
     def _ask(self, ask: Callable[[], Answer]) -> Answer:
         """Ask vLLM's connector; wait a moment where the pool's answer is all that is missing, and ask again."""
-        client, unresolved = self._manager.client, self._manager.unresolved
+        client, before = self._manager.client, self._manager.unanswered
         answer = ask()
-        while answer[0] is None and self._manager.unresolved > unresolved and self._wait_left_s > 0:
+        while answer[0] is None and self._manager.unanswered > before and self._wait_left_s > 0:
             start, changes = time.monotonic(), client.changes
             client.await_news(self._wait_left_s)
             self._wait_left_s -= time.monotonic() - start
             if client.changes != changes:
-                unresolved = self._manager.unresolved
+                before = self._manager.unanswered
                 answer = ask()
         return answer
 
@@ -190,17 +207,15 @@ class SchedulerSide:
             self._pumped = True
             self._manager.guard.run(None, self._manager.client.pump)
 
-    def _still_waits(self, request: str, waiting: Waiting) -> bool:
-        wish = waiting.wish
-        if wish is None:
-            return time.monotonic() < waiting.retry_at
-        free = self._blocks_free()
-        return self._deferred(request, wish if free == wish.blocks_free else replace(wish, blocks_free=free))
+    def _seen(self, request: "Request", computed: int) -> Seen:
+        return Seen(computed, request.num_tokens, self._changes, self._manager.client.changes)
 
     def _deferred(self, request: str, wish: Wish) -> bool:
+        free = self._blocks_free()
+        now_wish = wish if free == wish.blocks_free else replace(wish, blocks_free=free)
         states = self._manager.client.device_states()
         speeds = {device: state.read_bytes_per_s for device, state in states.items()}
-        return self._deferral.verdict(request, wish, speeds, now=time.monotonic()).deferred
+        return self._deferral.verdict(request, now_wish, speeds, now=time.monotonic()).deferred
 
     def _wish(self, request: "Request", computed: int, tokens: int) -> Wish:
         missing = self._missing_bytes(request, computed, tokens)
@@ -272,7 +287,7 @@ class SchedulerSide:
         """VLLM gave *request* its blocks; with *tokens* > 0 they are for a load."""
         name = request.request_id
         self._holding[name] = request
-        self._waiting.pop(name, None)
+        self._remembered.pop(name, None)
         self._promised = None
         self._changes += 1
         if tokens > 0:
@@ -317,7 +332,7 @@ class SchedulerSide:
 
     def reset(self) -> None:
         """VLLM forgot its jobs."""
-        self._waiting.clear()
+        self._remembered.clear()
         self._deferral.clear()
         self._changes += 1
 

@@ -85,7 +85,8 @@ class KvPoolOffloadingSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Attach this rank to the pool."""
         given = self._given
-        layouts = layouts_of(kv_caches, given.namespace, blocks_per_chunk=self.blocks_per_chunk)
+        layers = [len(group.layer_names) for group in self.config.groups]
+        layouts = layouts_of(kv_caches, given.namespace, blocks_per_chunk=self.blocks_per_chunk, layers=layers)
         copier = make_copier()
         client = RankClient(
             given.client,

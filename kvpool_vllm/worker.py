@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
     CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
@@ -291,26 +292,36 @@ def _chunks(
     return chunks_of_run(blocks, first_index=int(first), keys=len(masks), blocks_per_chunk=blocks_per_chunk)
 
 
-def layouts_of(kv_caches: CanonicalKVCaches, namespace: NamespaceSpec, *, blocks_per_chunk: int) -> list[GroupLayout]:
+def layouts_of(
+    kv_caches: CanonicalKVCaches, namespace: NamespaceSpec, *, blocks_per_chunk: int, layers: Sequence[int]
+) -> list[GroupLayout]:
     """
     Return where each KV group's bytes lie on this rank.
+
+    Args:
+        layers: Layers of each group: there must be one tensor for each, or one for whole blocks.
 
     Raises:
         ConfigError: The tensors are not what the namespace was computed for, or do not cover the cache.
     """
     layouts = []
-    for group, refs in zip(namespace.groups, kv_caches.group_data_refs, strict=True):
-        tensors = []
-        for ref in refs:
-            tensor = kv_caches.tensors[ref.tensor_idx].tensor
-            stride = tensor.stride(0) * tensor.element_size()
-            tensors.append(TensorRef(tensor.data_ptr(), stride, ref.page_size_bytes))
-        if blocks_per_chunk * sum(tensor.bytes for tensor in tensors) > group.object_bytes or not tensors:
+    for group, refs, layer_count in zip(namespace.groups, kv_caches.group_data_refs, layers, strict=True):
+        tensors = tuple(_tensor_of(kv_caches, ref) for ref in refs)
+        filled = blocks_per_chunk * sum(tensor.bytes for tensor in tensors)
+        whole = len(tensors) == layer_count or (len(tensors) == 1 and filled == group.object_bytes)
+        if not whole or filled > group.object_bytes:
             raise ConfigError(
-                "KV tensors are larger than the scheduler can know: this layout is not supported",
+                "this arrangement of KV tensors is not supported",
                 group=group.group,
-                object_bytes=group.object_bytes,
+                layers=layer_count,
                 tensors=len(tensors),
+                bytes=filled,
+                object_bytes=group.object_bytes,
             )
-        layouts.append(GroupLayout(group.group, blocks_per_chunk, group.object_bytes, tuple(tensors)))
+        layouts.append(GroupLayout(group.group, blocks_per_chunk, group.object_bytes, tensors))
     return layouts
+
+
+def _tensor_of(kv_caches: CanonicalKVCaches, ref: CanonicalKVCacheRef) -> TensorRef:
+    tensor = kv_caches.tensors[ref.tensor_idx].tensor
+    return TensorRef(tensor.data_ptr(), tensor.stride(0) * tensor.element_size(), ref.page_size_bytes)

@@ -20,6 +20,7 @@ from vllm.v1.request import RequestStatus
 from kvpool.client.scheduler import Hit, Later
 from kvpool.wire.messages import DeviceState
 from kvpool_vllm import connector as connector_module
+from kvpool_vllm import scheduling
 from kvpool_vllm import spec as spec_module
 from tests.unit.vllm_world import CHUNK, FakePool, World, full_attention, sliding_window, vllm_config
 
@@ -116,15 +117,20 @@ def test_an_unanswered_lookup_is_later_and_polls_do_not_repeat_it(make: MakeWorl
     assert 1 == len(world.step().loads)
 
 
-def test_an_unanswered_lookup_is_repeated_after_a_while_since_its_end_is_a_deadline(make: MakeWorld) -> None:
+def test_an_unanswered_lookup_is_repeated_after_a_while_since_its_end_is_a_deadline(
+    make: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = make()
     world.pool.default = Later(0, "unanswered")
     world.add("a", CHUNK + 10)
     world.step()
     first = world.pool.lookups
-    world.connector.side._waiting["a"].retry_at = 0.0
+    monkeypatch.setattr(scheduling, "RETRY_EVERY_S", 0.0)
+    world.pool.changes += 1
     world.step()
-    assert first < world.pool.lookups
+    middle = world.pool.lookups
+    world.step()
+    assert first < middle < world.pool.lookups
 
 
 def test_an_answer_that_comes_within_a_millisecond_is_used_in_the_same_pass(make: MakeWorld) -> None:
@@ -174,7 +180,7 @@ def test_a_load_whose_blocks_do_not_fit_waits_and_a_short_request_passes_it(make
 
 
 def test_a_load_whose_blocks_do_not_fit_is_left_to_vllm_where_nobody_will_free_any(make: MakeWorld) -> None:
-    world = make(blocks=34)
+    world = make(blocks=30)
     world.add("a", 4000)
     world.hit("a")
     asked = []
@@ -324,6 +330,64 @@ def test_hits_are_counted_by_the_tier_they_come_from(make: MakeWorld) -> None:
     world.step()
     sources = world.connector.get_external_cache_hit_sources(request, 2 * CHUNK)
     assert {"host": CHUNK, "disk": CHUNK} == {source.value: tokens for source, tokens in sources.items()}
+
+
+def test_a_hit_that_vllm_finds_no_blocks_for_is_not_looked_up_again_while_nothing_changes(make: MakeWorld) -> None:
+    world = make(blocks=30)
+    world.add("a", 4000)
+    world.hit("a")
+    world.step()
+    world.step()
+    lookups = world.pool.lookups
+    world.step()
+    assert lookups == world.pool.lookups
+    world.pool.changes += 1
+    world.step()
+    assert lookups < world.pool.lookups
+
+
+def test_what_the_pool_tells_of_others_does_not_repeat_the_lookup_of_a_deferred_request(
+    make: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduling, "RETRY_EVERY_S", 60.0)
+    world = make()
+    world.pool.states = slow(speed=1.0)
+    step, job, _, _ = load(world, "a", 5 * CHUNK + 10)
+    world.add("b", 5 * CHUNK + 10)
+    world.hit("b")
+    assert {} == world.step().loads
+    lookups = world.pool.lookups
+    world.pool.changes += 1
+    world.step()
+    assert lookups == world.pool.lookups
+    world.report(step, loaded={job: "a"})
+    assert ["b"] == [spec.request for spec, _ in world.step().loads.values()]
+    assert lookups < world.pool.lookups
+
+
+def test_a_rank_without_failures_speaks_the_same_metadata_as_one_with_them(
+    make: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make()
+    side = connector_module.OffloadingWorkerMetadata({1: 1})
+    monkeypatch.setattr(connector_module.OffloadingConnector, "build_connector_worker_meta", lambda self: side)
+    without = world.connector.build_connector_worker_meta()
+    world.connector._failed_loads = {1: {b"a"}}
+    with_failures = world.connector.build_connector_worker_meta()
+    assert without is not None
+    assert with_failures is not None
+    joined = without.aggregate(with_failures)
+    assert {1: {b"a"}} == joined.failed_loads  # type: ignore[attr-defined]
+
+
+def test_an_error_of_ours_in_the_scheduler_becomes_a_miss(make: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make()
+    world.add("a", 2 * CHUNK + 10)
+    world.hit("a")
+    monkeypatch.setattr(world.connector.side, "_wish", lambda *_: 1 / 0)
+    step = world.step()
+    assert ({}, {}) == (step.loads, step.stores)
+    assert {"a": 2 * CHUNK + 10} == step.output.num_scheduled_tokens
 
 
 def test_workers_metadata_joins_over_ranks() -> None:

@@ -1,6 +1,5 @@
 """When a hit has to wait before it is loaded."""
 
-
 from kvpool_vllm.defer import Deferral, Verdict, Wish
 
 SPEEDS = {0: 100.0, 1: 100.0}

@@ -1,6 +1,5 @@
 """Which chunks with missing blocks may be stored."""
 
-
 from kvpool_vllm.holes import need_all, need_of_state, need_of_window
 
 

@@ -93,7 +93,7 @@ class World:
         self.copier = CpuCopier()
         self.copier.attach(0, self.staging)
         self.client = FakeClient(self.copier)
-        layouts = layouts_of(self.caches, namespace(), blocks_per_chunk=PER_CHUNK)
+        layouts = layouts_of(self.caches, namespace(), blocks_per_chunk=PER_CHUNK, layers=[2, 2])
         self.worker = KvPoolWorker(layouts, fingerprint="f", copier=self.copier, client=self.client)  # type: ignore[arg-type]
 
     def fill(self) -> None:
@@ -255,9 +255,20 @@ def test_null_blocks_of_a_load_are_never_written(world: World) -> None:
     assert [ABSENT, 5] == world.client.loads[5][0].place.blocks.tolist()  # type: ignore[attr-defined]
 
 
-def test_tensors_larger_than_the_namespace_says_are_refused(world: World) -> None:
+@pytest.mark.parametrize(("object_bytes", "layers"), [(100, 2), (PER_CHUNK * sum(PAGES), 3)])
+def test_tensors_that_the_scheduler_cannot_know_or_that_leave_layers_out_are_refused(
+    world: World, object_bytes: int, layers: int
+) -> None:
     with pytest.raises(ConfigError):
-        layouts_of(world.caches, namespace(object_bytes=100), blocks_per_chunk=PER_CHUNK)
+        layouts_of(world.caches, namespace(object_bytes), blocks_per_chunk=PER_CHUNK, layers=[layers, layers])
+
+
+def test_one_tensor_of_whole_blocks_stands_for_all_layers(world: World) -> None:
+    packed = torch.zeros((BLOCKS, sum(PAGES)), dtype=torch.int8)
+    refs = [CanonicalKVCacheRef(0, sum(PAGES))]
+    caches = CanonicalKVCaches([CanonicalKVCacheTensor(packed, sum(PAGES))], [refs, refs])
+    layouts = layouts_of(caches, namespace(), blocks_per_chunk=PER_CHUNK, layers=[2, 2])
+    assert [sum(PAGES)] * 2 == [layout.tensors[0].stride for layout in layouts]
 
 
 def test_shutdown_leaves_the_pool(world: World) -> None:
