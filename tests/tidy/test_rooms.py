@@ -29,7 +29,7 @@ ARROWS = {
 PURE = {"core", "wire"}
 PURE_MODULES = {
     "abc", "bisect", "binascii", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools",
-    "json", "math", "operator", "re", "struct", "types", "typing", "zlib", "msgspec", "xxhash",
+    "json", "math", "operator", "re", "struct", "types", "typing", "zlib", "msgspec", "xxhash", "numpy", "scipy",
 }  # fmt: skip
 PURE_BUILTINS_NOT = {"open", "print", "input"}
 
