@@ -511,10 +511,11 @@ def _table_settings(device: int, settings: config.Settings) -> events.TableSetti
         device=device,
         iodepth=mine.iodepth,
         open_lookahead=mine.open_lookahead,
-        writes_inflight_beside_loads=max(1, mine.iodepth // 4),
+        writes_inflight_beside_loads=mine.writes_beside_loads,
+        client_share=pool.client_share,
         load_deadline_ns=int(pool.load_deadline_s * 1e9),
         store_deadline_ns=int(pool.store_deadline_s * 1e9),
-        fill_deadline_ns=int(pool.load_deadline_s * 1e9),
+        fill_deadline_ns=int(pool.fill_deadline_s * 1e9),
         op_deadline_ns=int(pool.operation_deadline_s * 1e9),
     )
 
