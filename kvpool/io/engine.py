@@ -24,6 +24,7 @@ class Kind(enum.Enum):
     READ = "read"
     PUBLISHED = "published"
     PROBED = "probed"
+    TRIED = "tried"
 
 
 class Ended(NamedTuple):
@@ -31,7 +32,7 @@ class Ended(NamedTuple):
     The end of one operation.
 
     Attributes:
-        op: As given at its start (the token of a probe).
+        op: As given at its start (the token of a probe or a trial).
         kind: Which call started it.
         error: None if it did what it was asked.
         detail: The error in words, for the log.
@@ -96,6 +97,9 @@ class Engine(Protocol):
 
     def probe(self, token: int, paths: Sequence[str]) -> None:
         """Look which of *paths* exist. Ends PROBED."""
+
+    def try_device(self, token: int) -> None:
+        """Write a page to the device and read it back. Ends TRIED; a device without space did well."""
 
     def submit(self) -> None:
         """Give what was started to the kernel."""

@@ -1,7 +1,8 @@
 """
 What an errno means, per operation on object files.
 
-RETRY: ask again at once (bounded). MISSING: no such file or folder. EXISTS: the name is taken. FULL: no space for it.
+RETRY: ask again at once (bounded). MISSING: no such file or folder. EXISTS: the name is taken. FULL: no place for it (space, quota,
+inodes, or all is read-only).
 DEVICE: the device or the filesystem failed. An errno that is not in an operation's table is our mistake.
 """
 
@@ -61,7 +62,7 @@ _GROWING = {
     errno.EDQUOT: Meaning.FULL,
     errno.EFBIG: Meaning.FULL,
     errno.EMLINK: Meaning.FULL,
-    errno.EROFS: Meaning.DEVICE,
+    errno.EROFS: Meaning.FULL,  # what is there can still be read
 }
 
 #: operation -> errno -> meaning

@@ -5,6 +5,7 @@ Nothing sleeps: a delay is a time at which the request is really made (`due_ns`)
 """
 
 import errno
+import os
 import random
 
 import msgspec
@@ -23,6 +24,7 @@ class FaultSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         short_read: Probability that a read brings only a part (a multiple of 4096, at least one).
         delay: Probability that a read or write is made `delay_s` late.
         read_bytes_per_s, write_bytes_per_s: Bandwidth; 0 is as fast as the device.
+        while_exists: Path of a file; all of this goes wrong only while it is there. Empty: always.
     """
 
     seed: int = 0
@@ -35,6 +37,7 @@ class FaultSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     delay_s: float = 0.1
     read_bytes_per_s: int = 0
     write_bytes_per_s: int = 0
+    while_exists: str = ""
 
 
 class Faults:
@@ -82,7 +85,7 @@ class Faults:
         """Return when a *direction* ("read", "write") of that many bytes is to be made; *now_ns*: at once."""
         due_ns = now_ns
         rate = self.settings.read_bytes_per_s if direction == "read" else self.settings.write_bytes_per_s
-        if rate:
+        if rate and self._active():
             due_ns = max(now_ns, self._busy_until_ns[direction]) + byte_count * 10**9 // rate
             self._busy_until_ns[direction] = due_ns
         if self._happens(self.settings.delay):
@@ -90,4 +93,7 @@ class Faults:
         return due_ns
 
     def _happens(self, probability: float) -> bool:
-        return probability > 0 and self._chance.random() < probability
+        return probability > 0 and self._chance.random() < probability and self._active()
+
+    def _active(self) -> bool:
+        return not self.settings.while_exists or os.path.exists(self.settings.while_exists)

@@ -69,6 +69,7 @@ class DeviceFiles:
     Attributes:
         root: The directory's absolute path.
         name: The device's name, for errors.
+        private: The folder in it that is no namespace.
         features: What the filesystem can do.
     """
 
@@ -81,13 +82,13 @@ class DeviceFiles:
         """
         self.root = os.path.abspath(root)
         self.name = name
-        self._private = f"{self.root}/{layout.PRIVATE_NAME}"
-        self._quarantine = f"{self._private}/{layout.QUARANTINE_NAME}"
+        self.private = f"{self.root}/{layout.PRIVATE_NAME}"
+        self._quarantine = f"{self.private}/{layout.QUARANTINE_NAME}"
         self._number = 0
         with self._reported("prepare"):
             os.makedirs(self.root, DIRECTORY_MODE, exist_ok=True)
             _make_directories(self.root, f"{layout.PRIVATE_NAME}/{layout.QUARANTINE_NAME}")
-            self._remove_leftovers(self._private)
+            self._remove_leftovers(self.private)
             self.features = self._try_out()
 
     # ------------------------------------------------------------ namespaces
@@ -220,8 +221,8 @@ class DeviceFiles:
         return path
 
     def _write_unnamed(self, flag: int) -> None:
-        fd = os.open(self._private, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC | flag, FILE_MODE)
-        directory_fd = os.open(self._private, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(self.private, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC | flag, FILE_MODE)
+        directory_fd = os.open(self.private, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         path = self._temporary()
         try:
             self._write_trial(fd)
@@ -256,7 +257,7 @@ class DeviceFiles:
 
     def _temporary(self) -> str:
         self._number += 1
-        return f"{self._private}/{layout.temporary_name(os.getpid(), self._number)}"
+        return f"{self.private}/{layout.temporary_name(os.getpid(), self._number)}"
 
     @staticmethod
     def _remove_leftovers(directory: str) -> None:

@@ -20,6 +20,7 @@ Does not cover: which objects to read or write, and how many at a time (`kvpool.
 import errno
 import heapq
 import logging
+import mmap
 import os
 import select
 import stat
@@ -153,6 +154,8 @@ class RingEngine:
         self._checksums = ChecksumPool(threads=checksum_threads)
         self._epoll.register(self._checksums.fd, select.EPOLLIN)
         self._names_taken = False  # the first ring has its segments
+        self._page = mmap.mmap(-1, ALIGNMENT_BYTES)  # for trials of the device; registered beside the first segments
+        self._page_buffer, self._page_vector = 0, self._names.vector(memoryview(self._page))
         self._segments: dict[int, _Segment] = {}
         self._chains: dict[int, Chain] = {}
         self._token = _IGNORED
@@ -185,12 +188,15 @@ class RingEngine:
         if not batch:
             return
         ring = self._names
+        first = not self._names_taken
         if self._names_taken and ring.kind != ThreadRing.kind:
             ring = self._make_ring(self._pipe_write)
             self._add_ring(ring)
         self._names_taken = True
         views = [memoryview(item.memory) for item in batch]
-        ring.register(views)
+        ring.register([*views, memoryview(self._page)] if first else views)
+        if first:
+            self._page_buffer = len(views)
         for buffer, (item, view) in enumerate(zip(batch, views, strict=True)):
             invariant(item.segment not in self._segments, "segment is new", segment=item.segment)
             self._segments[item.segment] = _Segment(ring, buffer, view, item.slot_bytes)
@@ -257,6 +263,10 @@ class RingEngine:
             self._end(Ended(token, Kind.PROBED))
         for index, path in enumerate(paths):
             self._start(look(index, path))
+
+    def try_device(self, token: int) -> None:
+        """Write a page to the device and read it back. Ends TRIED; a device without space did well."""
+        self._start(self._trial_chain(token))
 
     def submit(self) -> None:
         """Give what was started to the kernel."""
@@ -483,6 +493,39 @@ class RingEngine:
         self._both.change(-1, started_ns + took_ns)
         written = 0 if code else segment.slot_bytes
         self._end(Ended(op, Kind.PUBLISHED, code, detail, written, took_ns, device_trouble=trouble, existed=existed))
+
+    def _trial_chain(self, token: int) -> Chain:
+        started_ns = time.monotonic_ns()
+        detail, trouble = "", False
+        try:
+            yield from self._write_and_read_page(token)
+        except _Failed as failed:
+            detail, trouble = failed.detail, failed.meaning is not Meaning.FULL
+        code = Code.READ_ERROR if trouble else None
+        self._end(Ended(token, Kind.TRIED, code, detail, ns=_since(started_ns), device_trouble=trouble))
+
+    def _write_and_read_page(self, token: int) -> Generator[Request, int, None]:
+        """Raises _Failed."""
+        names, page, faults = self._names, self._page, self._faults
+        path = f"{self._files.private}/{self._next_temporary()}"
+        flags = os.O_RDWR | self._direct_flag | os.O_CREAT | os.O_EXCL
+        fd = yield from self._created(names.open, path, flags)
+        try:
+            written = page[:] = token.to_bytes(8, "little") * (len(page) // 8)
+            if faults:
+                yield from self._delayed_write(faults, len(page))
+            put = yield from self._tried("write", names.write, fd, self._page_vector, self._page_buffer, 0)
+            if put != len(page):
+                raise _Failed("write", errno.ENOSPC)
+            page[:] = bytes(len(page))
+            if faults:
+                yield from self._delayed_read(faults, len(page))
+            yield from self._tried("read", names.read, fd, self._page_vector, self._page_buffer, 0)
+            if page[:] != written:
+                raise _Failed("read", errno.EIO)
+        finally:
+            names.close_file(_IGNORED, fd)
+            names.unlink(_IGNORED, path)
 
     def _seal(self, slot: memoryview, expect: Expected) -> Generator[Request, int, None]:
         """Write padding and trailer behind the payload in *slot*."""

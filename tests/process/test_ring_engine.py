@@ -358,3 +358,34 @@ def test_an_errno_that_nobody_foresaw_is_our_mistake():
 
 def test_keys_of_the_bench_differ():
     assert key(1) != key(2)
+
+
+# ------------------------------------------------------------ trials of the device
+
+
+@pytest.mark.parametrize("segments_first", [True, False])
+def test_a_trial_writes_and_reads_the_device_and_leaves_nothing(make, segments_first):
+    bench = make()
+    if not segments_first:  # also the page that is registered beside them serves
+        bench.engine.drop_segment(SEGMENT)
+    bench.engine.try_device(99)
+    ended = bench.wait(1)[0]
+    assert (99, Kind.TRIED, None) == (ended.op, ended.kind, ended.error)
+    bench.settle()
+    assert [] == temporaries(bench.root)
+
+
+@pytest.mark.parametrize("trouble", ["read_error", "write_error"])
+def test_a_trial_tells_a_device_that_fails(make, trouble):
+    bench = make(faults=FaultSettings(**{trouble: 1.0}))
+    bench.engine.try_device(99)
+    ended = bench.wait(1)[0]
+    assert (Kind.TRIED, Code.READ_ERROR, True) == (ended.kind, ended.error, ended.device_trouble)
+    bench.settle()
+    assert [] == temporaries(bench.root)
+
+
+def test_a_device_without_space_passes_its_trial(make):
+    bench = make(faults=FaultSettings(no_space=1.0))
+    bench.engine.try_device(99)
+    assert bench.wait(1)[0].error is None

@@ -19,7 +19,7 @@ from kvpool.io.errnos import Meaning
         ("write", errno.ENOSPC, Meaning.FULL),
         ("link", errno.EEXIST, Meaning.EXISTS),
         ("create", errno.EDQUOT, Meaning.FULL),
-        ("mkdir", errno.EROFS, Meaning.DEVICE),
+        ("mkdir", errno.EROFS, Meaning.FULL),
     ],
 )
 def test_an_errno_has_its_meaning(operation, number, meaning):
