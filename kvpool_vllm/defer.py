@@ -78,7 +78,7 @@ class Deferral:
     def _judge(self, wish: Wish, speeds: Mapping[int, float]) -> Verdict:
         if not any(wish.missing_bytes.values()):
             return Verdict.ADMIT
-        if self._admitted and any(
+        if any(
             self.backlog_s(device, speeds) > self.backlog_s_max
             for device, missing in wish.missing_bytes.items()
             if missing
