@@ -17,7 +17,7 @@ filling until it ends.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvpool.core.clients import Client, LoadJob, Waiter
 from kvpool.core.deadlines import Deadlines
@@ -262,6 +262,15 @@ class Loads:
         for waiter in self.deadlines.expired(now_ns):
             self._detach(waiter)
             self.fail(waiter, Code.DEADLINE)
+
+    def fail_reads(self, clients: Iterable[Client], code: Code) -> None:
+        """Fail every waiter that a read, or its turn for one, would have to serve; a store may still serve its own."""
+        for client in clients:
+            for job in list(client.loads.values()):
+                for waiter in list(job.waiting.values()):
+                    if waiter.place is None or isinstance(waiter.place, Read):
+                        self._detach(waiter)
+                        self.fail(waiter, code)
 
     # ------------------------------------------------------------ reads run
 

@@ -231,6 +231,20 @@ class ObjectPublished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceChanged:
+    """
+    What may be asked of the device changed.
+
+    Attributes:
+        healthy: False: it is given up for now. Loads fail, what waits for its reads fails too, stores are dropped.
+        storing: False: it takes no new objects, for lack of room. Loads go on.
+    """
+
+    healthy: bool
+    storing: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrainStarted:
     """Nothing new is taken: loads are refused, stores dropped; what is granted may still be filled and is written."""
 
@@ -244,6 +258,7 @@ Event = (
     NamespaceAdded | SegmentAdded | SegmentRecalled | ClientJoined | ClientLeft | ClientProven | LoadWanted
     | LoadCancelled | SlotsReleased | StoreWanted | SlotsFilled | StoreCancelled | KeysFound | FileOpened | FileRead
     | ObjectPublished | DrainStarted | TimePassed | PreloadAsked | PreloadCommitted | PreloadWithdrawn
+    | DeviceChanged
 )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from kvpool.core.object_events import (
     ClientJoined,
     ClientLeft,
     ClientProven,
+    DeviceChanged,
     DrainStarted,
     Event,
     FileOpened,
@@ -72,6 +73,8 @@ class ObjectTable:
         pools: Slots by size.
         clients: Attached ranks, and departed ones that are not proven gone, by number.
         draining: Nothing new is taken.
+        healthy: False while the device is given up.
+        late_reads, late_writes: Operations that passed their deadline so far.
     """
 
     def __init__(self, settings: TableSettings, *, cache: Cache | None = None) -> None:
@@ -79,6 +82,8 @@ class ObjectTable:
         self.pools: dict[int, SlotPool] = {}
         self.clients: dict[int, Client] = {}
         self.draining = False
+        self.healthy = True
+        self.late_reads = self.late_writes = 0
         self._actions: list[Action] = []
         self._emptied: list[Segment] = []
         self._segments: dict[int, Segment] = {}
@@ -160,6 +165,7 @@ class ObjectTable:
             ClientJoined: self._client_joined,
             ClientLeft: lambda event: self._client_left(event.client),
             ClientProven: self._client_proven,
+            DeviceChanged: self._device_changed,
             DrainStarted: self._drain_started,
             TimePassed: lambda _event: None,
         }
@@ -184,6 +190,12 @@ class ObjectTable:
         self.draining = True
         self._stores.accepting = False
 
+    def _device_changed(self, event: DeviceChanged) -> None:
+        self.healthy = event.healthy
+        self._stores.accepting = event.healthy and event.storing and not self.draining
+        if not event.healthy:
+            self._loads.fail_reads([client for client in self.clients.values() if not client.left], Code.READ_ERROR)
+
     def _store_wanted(self, event: StoreWanted) -> None:
         self._stores.want(self._client(event.client), event, self.pools, self._now_ns)
 
@@ -191,6 +203,8 @@ class ObjectTable:
         client = self._client(event.client)
         if self.draining:
             self._loads.refuse(event, Code.REFUSED)
+        elif not self.healthy:
+            self._loads.refuse(event, Code.READ_ERROR)
         else:
             self._loads.want(client, event, self.pools, self._now_ns)
 
@@ -263,7 +277,10 @@ class ObjectTable:
         for operation in self._drive.late(now_ns):
             self._counts["ops_late"] += 1
             if isinstance(operation, Read):
+                self.late_reads += 1
                 self._loads.read_late(operation)
+            else:
+                self.late_writes += 1
         self._loads.expire(now_ns)
         self._stores.expire(now_ns)
         # What starts to wait from now on has at least the shortest period.
