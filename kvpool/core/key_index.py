@@ -2,7 +2,8 @@
 Which keys this device has: per namespace a map from key to the ranks whose file exists.
 
 Theory. An entry is per key, not per object: an int whose bit r says that rank r's file was seen or
-published. Beside it stands the set of keys that are resident for all ranks and stay so for now. The
+published. Beside it stands, per key, the
+mask of the ranks whose object is in staging and stays there for now. The
 two flags that the coordinator is told, STORED and RESIDENT, follow from those; every change of flags
 becomes one TellKey. The directory is the truth and the index a hint: a load opens the file by name
 whatever the index says, and what the open says corrects the index.
@@ -31,7 +32,7 @@ class Namespace:
         slot_bytes: Slot size of each KV group's objects.
         full: The mask with every rank's bit.
         masks: Ranks whose file exists, per key; never 0.
-        resident: Keys whose objects of all ranks are in staging and stay there for now.
+        staying: Ranks whose object is in staging and stays there for now, per key; never 0.
     """
 
     namespace: int
@@ -39,12 +40,12 @@ class Namespace:
     slot_bytes: dict[int, int]
     full: int = 0
     masks: dict[bytes, int] = field(default_factory=dict)
-    resident: set[bytes] = field(default_factory=set)
+    staying: dict[bytes, int] = field(default_factory=dict)
 
     def flags(self, key: bytes) -> int:
         """Return the key's STORED | RESIDENT."""
         stored = STORED if self.masks.get(key, 0) == self.full else 0
-        return stored | (RESIDENT if key in self.resident else 0)
+        return stored | (RESIDENT if self.staying.get(key, 0) == self.full else 0)
 
     def size_of(self, key: bytes) -> int:
         """Return the slot size of the key's objects; ProtocolError when no group has such keys."""
@@ -92,16 +93,28 @@ class KeyIndex:
             space.masks.pop(key, None)
         actions.append(TellKey(namespace=space.namespace, key=key, flags=space.flags(key)))
 
-    def set_resident(self, space: Namespace, key: bytes, actions: list[Action]) -> None:
-        """All ranks' bytes of *key* are in staging and stay there."""
-        if key not in space.resident:
-            space.resident.add(key)
-            actions.append(TellKey(namespace=space.namespace, key=key, flags=space.flags(key)))
+    def stays(self, object_id: ObjectId, actions: list[Action]) -> None:
+        """That object is in staging and stays there."""
+        space = self.namespaces[object_id.namespace]
+        key = object_id.key
+        old = space.staying.get(key, 0)
+        new = old | 1 << object_id.rank
+        if new != old:
+            space.staying[key] = new
+            if new == space.full:
+                actions.append(TellKey(namespace=space.namespace, key=key, flags=space.flags(key)))
 
-    def clear_resident(self, space: Namespace, key: bytes, actions: list[Action]) -> None:
-        """Some rank's bytes of *key* may leave staging from now on."""
-        if key in space.resident:
-            space.resident.discard(key)
+    def goes(self, object_id: ObjectId, actions: list[Action]) -> None:
+        """That object may leave staging from now on, or has left it."""
+        space = self.namespaces[object_id.namespace]
+        key = object_id.key
+        old = space.staying.get(key, 0)
+        left = old & ~(1 << object_id.rank)
+        if left:
+            space.staying[key] = left
+        else:
+            space.staying.pop(key, None)
+        if old == space.full and left != old:
             actions.append(TellKey(namespace=space.namespace, key=key, flags=space.flags(key)))
 
     def has(self, object_id: ObjectId) -> bool:
@@ -112,5 +125,5 @@ class KeyIndex:
     def validate(self) -> None:
         """Check that every mask is within its namespace and not empty."""
         for space in self.namespaces.values():
-            for key, mask in space.masks.items():
+            for key, mask in (*space.masks.items(), *space.staying.items()):
                 invariant(0 < mask <= space.full, "mask of a key is not one", key=key.hex(), mask=mask)

@@ -319,7 +319,7 @@ class Loads:
             self._close(read)
             return
         read.phase = Phase.READING
-        read.slot = lane.pool.take(read.object, by_store=False)
+        read.slot = self.residency.take(lane.pool, read.object, by_store=False)
         self.drive.reads += 1
         self.drive.resume(read, now_ns)
         self.actions.append(ReadFile(op=read.op, object=read.object, slot=read.slot.ref))
@@ -334,7 +334,7 @@ class Loads:
             lane = lanes[0]
             lanes.rotate(-1)
             idle += 1
-            if not lane.queued or lane.places >= max(share, len(lane.pool.free)):
+            if not lane.queued or lane.places >= max(share, lane.pool.spare()):
                 continue
             full = self.opening + self.opened >= places_max
             if full and (lane.places >= share or not self._give_back_one(share)):
@@ -345,7 +345,7 @@ class Loads:
     def _give_back_one(self, share: int) -> bool:
         """Close a file of a size that has more than its share open and no slot to read it into; it is opened again."""
         for lane in self.lanes:
-            if lane.opened and lane.places > share and not lane.pool.free:
+            if lane.opened and lane.places > share and not lane.pool.spare():
                 read = next(reversed(lane.opened))
                 self._take_opened(lane, read)
                 self.actions.append(CloseFile(op=read.op))

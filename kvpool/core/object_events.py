@@ -46,6 +46,7 @@ class TableSettings:
         fill_deadline_ns: A granted store not filled by then is dropped; its slot waits for proof.
         op_deadline_ns: An operation in flight longer than this fails its waiters and counts as device trouble.
         device_full_backoff_ns: No store gets slots for so long after the device said that it is full.
+        staging_cache: What stays in staging though nobody needs it: "off" nothing, or by policy "lru" or "arc".
     """
 
     device: int = 0
@@ -58,6 +59,7 @@ class TableSettings:
     fill_deadline_ns: int = 30 * 10**9
     op_deadline_ns: int = 10 * 10**9
     device_full_backoff_ns: int = 5 * 10**9
+    staging_cache: str = "off"
 
 
 # ------------------------------------------------------------------ events

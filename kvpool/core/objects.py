@@ -51,7 +51,7 @@ from kvpool.core.object_events import (
     TimePassed,
 )
 from kvpool.core.reads import Read
-from kvpool.core.residency import Cache, CacheOff, Residency
+from kvpool.core.residency import Residency, policy_named
 from kvpool.core.slots import Segment, SlotPool, SlotState
 from kvpool.core.stores import Stores
 from kvpool.core.writes import Writes
@@ -62,6 +62,7 @@ COUNTERS = (
     "loads_wanted", "loads_ready", "loads_failed", "loads_parked", "reads", "read_bytes", "read_errors", "corrupt",
     "stores_wanted", "keys_granted", "keys_existing", "keys_dropped", "keys_filled", "keys_stored", "keys_lost",
     "fills_late", "writes", "write_bytes", "write_errors", "writes_no_space", "ops_late", "foreign_ranks_found",
+    "cache_hits", "cache_evictions",
 )  # fmt: skip
 
 
@@ -77,7 +78,7 @@ class ObjectTable:
         late_reads, late_writes: Operations that passed their deadline so far.
     """
 
-    def __init__(self, settings: TableSettings, *, cache: Cache | None = None) -> None:
+    def __init__(self, settings: TableSettings) -> None:
         self.settings = settings
         self.pools: dict[int, SlotPool] = {}
         self.clients: dict[int, Client] = {}
@@ -90,7 +91,7 @@ class ObjectTable:
         self._now_ns = 0
         self._counts: dict[str, int] = defaultdict(int, dict.fromkeys(COUNTERS, 0))
         self._index = KeyIndex()
-        self._residency = Residency(self._actions, cache or CacheOff())
+        self._residency = Residency(self._actions, self._counts, self._index)
         self._drive = Drive(settings.iodepth, settings.writes_inflight_beside_loads, settings.op_deadline_ns)
         self._loads = Loads(
             open_lookahead=settings.open_lookahead, deadline_ns=settings.load_deadline_ns, index=self._index,
@@ -224,6 +225,7 @@ class ObjectTable:
             unreachable("a segment was recalled that is not ours", segment=event.segment)
         if not home.recalled:
             home.pool.recall_segment(home)
+            self._residency.leave_segment(home)
 
     def _client_joined(self, event: ClientJoined) -> None:
         invariant(event.client not in self.clients, "a client joined twice", client=event.client)
@@ -265,7 +267,9 @@ class ObjectTable:
     def _pool(self, slot_bytes: int) -> SlotPool:
         pool = self.pools.get(slot_bytes)
         if pool is None:
-            pool = self.pools[slot_bytes] = SlotPool(slot_bytes, self.settings.iodepth, self._emptied)
+            pool = self.pools[slot_bytes] = SlotPool(
+                slot_bytes, self.settings.iodepth, self._emptied, policy_named(self.settings.staging_cache)
+            )
             self._loads.add_pool(pool)
             self._stores.add_pool(pool)
         return pool
@@ -315,6 +319,7 @@ class ObjectTable:
         return {
             **self._counts,
             **{f"slots_{state.value}": states[state] for state in SlotState},
+            "slots_cached": sum(pool.cached() for pool in self.pools.values()),
             "slots_by_store": sum(pool.store_held for pool in self.pools.values()),
             "loads_waiting": sum(len(job.waiting) for client in self.clients.values() for job in client.loads.values()),
             "opens_queued": sum(len(lane.queued) for lane in lanes),

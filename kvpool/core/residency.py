@@ -2,60 +2,92 @@
 Which object's bytes are in which slot, and until when.
 
 Theory. A resident object is pinned by every Ready that is not released, and held while it is to be
-published or kept as cache. When the last of these ends, the cache policy says whether it stays; if
-not, its slot is free, or quarantined where a departed client may still be reading it. `objects`
-names the slot that new loads get; an older slot with the same object (a read that a store overtook)
-serves its pins and goes.
+published. When the last of these ends it is *idle*: the cache keeps it as long as nobody needs its
+slot; without a cache its slot is free at once, or quarantined where a departed client may still be
+reading it. `objects` names the slot that new loads get; an older slot with the same object (a read
+that a store overtook) serves its pins and goes.
 
 The bytes of a resident slot never change, so a departed reader does not keep anybody else from
 using them; it only keeps the slot from being filled anew.
+
+The cache (`cache.py`, one policy for each slot size) has objects as its entries, since each rank uses
+its own and at its own time. But what it drops it drops by key: all ranks' idle objects of the
+victim's key go together. The ranks of an engine load a key at the same time and wait for the slowest,
+so a key of which one rank is missing costs nearly as much as one of which all are, while its other
+slots would be of use to a key that can be whole. A key is told to be RESIDENT while the objects of
+all its ranks stay (`key_index.py`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from kvpool.core.arc import Arc
+from kvpool.core.cache import CachePolicy, Past
 from kvpool.core.clients import Client, LoadJob
+from kvpool.core.key_index import KeyIndex
+from kvpool.core.lru import Lru
 from kvpool.core.object_events import Action, ObjectId, SendReady
-from kvpool.core.slots import Slot, SlotState, SlotStep
-from kvpool.errors import invariant
+from kvpool.core.slots import Segment, Slot, SlotPool, SlotState, SlotStep
+from kvpool.errors import invariant, unreachable
+
+POLICIES: dict[str, Callable[[], CachePolicy[ObjectId]] | None] = {"off": None, "lru": Lru, "arc": Arc}
 
 
-class Cache(Protocol):
-    """Decides what stays in staging although nobody wants it now."""
-
-    def keeps(self, object_id: ObjectId) -> bool:
-        """Return whether that unpinned, published object stays."""
-        ...
-
-
-class CacheOff:
-    """Nothing stays: an unpinned, published object's slot is free at once."""
-
-    def keeps(self, object_id: ObjectId) -> bool:
-        """Never."""
-        return False
+def policy_named(name: str) -> CachePolicy[ObjectId] | None:
+    """Return a new cache policy of that name (`TableSettings.staging_cache`); None for "off"."""
+    invariant(name in POLICIES, "no such cache policy", name=name)
+    policy = POLICIES[name]
+    return policy() if policy is not None else None
 
 
 @dataclass(slots=True, eq=False)
 class Residency:
-    """The resident objects of one device. Answers are appended to *actions*."""
+    """The resident objects of one device. Answers and what is told of keys are appended to *actions*."""
 
     actions: list[Action]
-    cache: Cache = field(default_factory=CacheOff)
+    counts: dict[str, int]
+    index: KeyIndex
     objects: dict[ObjectId, Slot] = field(default_factory=dict)
+
+    # ------------------------------------------------------------ slots are taken and filled
+
+    def take(self, pool: SlotPool, object_id: ObjectId, *, by_store: bool) -> Slot:
+        """Take a slot for that object, a cached one if none is free; the caller has checked that one is spare."""
+        past = pool.cache.recall(object_id) if pool.cache is not None else Past.UNKNOWN
+        if not pool.free:
+            self._evict(pool, past)
+        slot = pool.take(object_id, by_store=by_store)
+        slot.past = past
+        return slot
 
     def fill(self, slot: Slot, *, held: bool) -> None:
         """The slot's bytes are whole. Unless *held*, the caller pins it or calls :meth:`settle`."""
         slot.step(SlotStep.FILL)
-        slot.held = held
-        invariant(slot.object is not None, "a filled slot has no object", slot=slot.ref)
-        if slot.object is not None and (held or slot.object not in self.objects):
-            self.objects[slot.object] = slot
+        object_id = slot.object
+        if object_id is None:
+            unreachable("a filled slot has no object", slot=slot.ref)
+        old = self.objects.get(object_id)
+        if not held:
+            self.objects.setdefault(object_id, slot)
+            return
+        slot.held = True
+        slot.uses = 1
+        if old is not None and old.cached:
+            self._take_from_cache(old)
+            self.objects[object_id] = slot
+            old.step(SlotStep.DROP)
+        self.objects[object_id] = slot
+        self.index.stays(object_id, self.actions)
+
+    # ------------------------------------------------------------ slots are used
 
     def pin(self, job: LoadJob, index: int, slot: Slot) -> None:
         """Answer that index with *slot*."""
+        if slot.cached:
+            self.counts["cache_hits"] += 1
+            self._take_from_cache(slot)
         slot.pins += 1
+        slot.uses += 1
         job.pinned[index] = slot
         self.actions.append(SendReady(client=job.client.client, job=job.job, index=index, slot=slot.ref))
 
@@ -64,23 +96,77 @@ class Residency:
         slot.pins -= 1
         self.settle(slot)
 
-    def release_hold(self, slot: Slot) -> None:
-        """The object is published, or will not be: it may go."""
+    def release_hold(self, slot: Slot, *, lost: bool) -> None:
+        """The object is published, or (*lost*) its key will not be: it may go."""
         slot.held = False
+        slot.lost = lost
         slot.pool.end_store_hold(slot)
+        if slot.object is not None and (lost or slot.pool.cache is None):
+            self.index.goes(slot.object, self.actions)
         self.settle(slot)
 
     def settle(self, slot: Slot) -> None:
-        """Let a resident slot go if nobody needs its bytes."""
-        if slot.pins or slot.held or slot.object is None:
+        """Keep a resident slot that nobody needs as cache, or let it go."""
+        object_id = slot.object
+        if slot.pins or slot.held or object_id is None:
             return
-        mine = self.objects.get(slot.object) is slot
-        if mine and not slot.ghosts and self.cache.keeps(slot.object):
-            slot.held = True
-            return
-        if mine:
-            del self.objects[slot.object]
+        if self.objects.get(object_id) is slot:
+            if self._keep(slot, object_id):
+                return
+            del self.objects[object_id]
+            self.index.goes(object_id, self.actions)
         slot.step(SlotStep.ABANDON if slot.ghosts else SlotStep.DROP)
+
+    # ------------------------------------------------------------ cache
+
+    def _keep(self, slot: Slot, object_id: ObjectId) -> bool:
+        pool, cache = slot.pool, slot.pool.cache
+        if cache is None or slot.ghosts or slot.lost or slot.home.recalled or not pool.above_floor():
+            return False
+        while len(cache) >= pool.above_floor():
+            self._evict(pool, slot.past)
+        cache.add(object_id, often=slot.uses > 1 or slot.past is not Past.UNKNOWN)
+        slot.cached = True
+        self.index.stays(object_id, self.actions)
+        return True
+
+    def _take_from_cache(self, slot: Slot) -> None:
+        cache = slot.pool.cache
+        if cache is not None and slot.object is not None:
+            cache.take(slot.object)
+        slot.cached = False
+
+    def _evict(self, pool: SlotPool, past: Past) -> None:
+        """Drop the idle objects of the policy's victim's key, of all ranks."""
+        if pool.cache is None:
+            unreachable("no cache to take a slot from", slot_bytes=pool.slot_bytes)
+        namespace, key, _ = pool.cache.victim(past)
+        for rank in range(self.index.namespaces[namespace].rank_count):
+            slot = self.objects.get(ObjectId(namespace, key, rank))
+            if slot is not None and slot.cached:
+                self._drop(slot)
+
+    def _drop(self, slot: Slot) -> None:
+        cache, object_id = slot.pool.cache, slot.object
+        if cache is None or object_id is None:
+            unreachable("a slot is dropped that is not cached", slot=slot.ref)
+        self.counts["cache_evictions"] += 1
+        cache.drop(object_id)
+        slot.cached = False
+        del self.objects[object_id]
+        self.index.goes(object_id, self.actions)
+        slot.step(SlotStep.DROP)
+
+    def leave_segment(self, home: Segment) -> None:
+        """That segment is recalled: cache leaves it, and leaves the floor of what remains."""
+        pool = home.pool
+        for slot in home.slots:
+            if slot.cached:
+                self._drop(slot)
+        while pool.cached() > pool.above_floor():
+            self._evict(pool, Past.UNKNOWN)
+
+    # ------------------------------------------------------------ clients depart
 
     def haunt(self, client: Client, slot: Slot) -> None:
         """*client* left with its pin on, or its fill into, *slot*: it waits for proof."""
@@ -100,11 +186,22 @@ class Residency:
                 slot.step(SlotStep.PROVE)
         client.ghosts.clear()
 
+    # ------------------------------------------------------------ looks
+
     def validate(self, slots: Iterable[Slot]) -> None:
-        """Check that every resident object's slot holds it, and that what is held is found."""
+        """Check that every resident object's slot holds it, that what stays is found, and is told to stay."""
         for slot in slots:
-            if slot.held and slot.object is not None:
-                invariant(self.objects.get(slot.object) is slot, "a held object is not found", slot=slot.ref)
+            if slot.object is not None and (slot.held or slot.cached):
+                invariant(self.objects.get(slot.object) is slot, "an object that stays is not found", slot=slot.ref)
+                mask = self.index.namespaces[slot.object.namespace].staying.get(slot.object.key, 0)
+                invariant(bool(mask >> slot.object.rank & 1), "an object stays and is not counted", slot=slot.ref)
         for object_id, slot in self.objects.items():
             invariant(slot.object == object_id, "slot holds another object", slot=slot.ref, object=object_id)
             invariant(slot.state is SlotState.RESIDENT, "resident object's slot is not", slot=slot.ref)
+        for space in self.index.namespaces.values():
+            for key, mask in space.staying.items():
+                for rank in range(space.rank_count):
+                    found = self.objects.get(ObjectId(space.namespace, key, rank))
+                    invariant(not mask >> rank & 1 or found is not None, "an absent object is told to stay", rank=rank)
+                    if found is not None and mask >> rank & 1 and found.pool.cache is None:
+                        invariant(found.held, "an object is told to stay and does not", slot=found.ref)

@@ -7,13 +7,17 @@ touch the bytes of a slot follows from its state alone:
     free         nobody
     filling      one writer: the kernel (a read) or a rank (a store). A slot whose waiters gave up
                  while the writer still runs stays filling: it is draining, never free.
-    resident     readers only: `pins` of live clients, `ghosts` of departed ones, `held` while the
-                 object is still to be written to disk or is kept as cache
+    resident     readers only: `pins` of live clients, `ghosts` of departed ones; or it stays without
+                 any: `held` while it is to be written to disk, `cached` while nobody needs the slot
     quarantined  a departed client may still write to it or read from it; nobody else may
 
 A slot leaves "filling" and "quarantined", and loses its last reader, only on proof: the operation's
 completion, the rank's own word, or the word that a departed rank's copies have ended. TRANSITIONS is
 the whole truth about that; a missing cell is a bug and raises InvariantError.
+
+Of each size, the first `iodepth + FLOOR_SLOTS` slots are not for cache: its floor. A pool that has no
+more slots than that caches nothing. Cached objects cost no slot that anybody needs: what is *spare*, to
+loads and stores alike, is what is free and what is cached.
 
 A segment that is recalled gives no slot any more; when its last slot is free it is returned. Slot
 sizes never mix: each size has its pool, so one model's slots cannot starve another's.
@@ -24,8 +28,12 @@ Does not cover: which object is where (`residency.py`), who gets a slot (`loads.
 import enum
 from dataclasses import dataclass, field
 
+from kvpool.core.cache import CachePolicy, Past
 from kvpool.core.object_events import ObjectId, SlotRef
 from kvpool.errors import invariant, unreachable
+
+#: Slots of each size beyond iodepth that cache never gets: copies out of them go on while reads fill the others.
+FLOOR_SLOTS = 4
 
 
 class SlotState(enum.Enum):
@@ -104,7 +112,11 @@ class Slot:
         object: What is in it or is being filled into it; None when free.
         pins: Live clients' Ready answers that are not released yet.
         ghosts: Uses by departed clients that are not proven to have ended.
-        held: The object stays without any pin: it is still to be published, or is kept as cache.
+        held: The object stays without any pin: it is still to be published.
+        cached: Only the cache keeps it, and its policy knows it as idle.
+        lost: The object could not be published: it is not kept as cache.
+        uses: How often the object was stored into, or answered out of, this slot.
+        past: What the cache remembered of the object when the slot was taken for it.
         by_store: Taken by a store, counted in `SlotPool.store_held` until the object is published.
     """
 
@@ -115,6 +127,10 @@ class Slot:
     pins: int = 0
     ghosts: int = 0
     held: bool = False
+    cached: bool = False
+    lost: bool = False
+    uses: int = 0
+    past: Past = Past.UNKNOWN
     by_store: bool = False
 
     def step(self, step: SlotStep) -> None:
@@ -127,7 +143,10 @@ class Slot:
             invariant(self.pins == 0, "a pinned slot became free", slot=self.ref, pins=self.pins)
             invariant(self.ghosts == 0, "a slot with unproven users became free", slot=self.ref, ghosts=self.ghosts)
             invariant(not self.held, "a held slot became free", slot=self.ref)
+            invariant(not self.cached, "a cached slot became free", slot=self.ref)
             self.object = None
+            self.lost = False
+            self.uses = 0
             self.home.pool.take_back(self)
 
     @property
@@ -143,7 +162,8 @@ class SlotPool:
 
     Attributes:
         slot_bytes: The size.
-        iodepth: Sets the reserve for loads.
+        iodepth: Sets the reserve for loads and the floor.
+        cache: Decides which idle objects stay; None when none does.
         free: Free slots of segments that are not recalled; last freed is first used.
         total: Slots of segments that are not recalled, in any state.
         store_held: Slots with `by_store`, also those of recalled segments.
@@ -156,6 +176,7 @@ class SlotPool:
     slot_bytes: int
     iodepth: int
     emptied: list[Segment]
+    cache: CachePolicy[ObjectId] | None = None
     free: list[Slot] = field(default_factory=list)
     segments: dict[int, Segment] = field(default_factory=dict)
     total: int = 0
@@ -171,6 +192,7 @@ class SlotPool:
         self.segments[segment] = home
         self.total += slot_count
         self.free.extend(reversed(home.slots))
+        self._resize_cache()
         return home
 
     def recall_segment(self, home: Segment) -> None:
@@ -178,6 +200,7 @@ class SlotPool:
         home.recalled = True
         self.total -= len(home.slots)
         self.free = [slot for slot in self.free if slot.home is not home]
+        self._resize_cache()
         if home.in_use == 0:
             self._retire(home)
 
@@ -219,9 +242,25 @@ class SlotPool:
         reserve = min(self.iodepth, self.total // 2)
         return max(self.total - reserve, min(rank_count, self.total))
 
+    def spare(self) -> int:
+        """Return how many slots nobody needs: the free and the cached ones."""
+        return len(self.free) + self.cached()
+
+    def cached(self) -> int:
+        """Return how many slots only the cache keeps."""
+        return len(self.cache) if self.cache is not None else 0
+
     def free_for_loads(self) -> int:
         """Return how many slots a load could take now."""
-        return max(0, len(self.free) - self.saved)
+        return max(0, self.spare() - self.saved)
+
+    def above_floor(self) -> int:
+        """Return how many slots cache may have."""
+        return max(0, self.total - self.iodepth - FLOOR_SLOTS)
+
+    def _resize_cache(self) -> None:
+        if self.cache is not None:
+            self.cache.resize(self.above_floor())
 
     def _retire(self, home: Segment) -> None:
         del self.segments[home.segment]
@@ -231,12 +270,13 @@ class SlotPool:
         """Check that counts and lists agree with the slots' states."""
         free = {id(slot) for slot in self.free}
         invariant(len(free) == len(self.free), "a slot is twice in the free list", slot_bytes=self.slot_bytes)
-        total = store_held = free_seen = 0
+        total = store_held = free_seen = cached = 0
         for home in self.segments.values():
             in_use = 0
             for slot in home.slots:
                 in_use += slot.state is not SlotState.FREE
                 store_held += slot.by_store
+                cached += slot.cached
                 free_seen += id(slot) in free
                 _validate_slot(slot, listed=id(slot) in free)
             invariant(home.in_use == in_use, "segment miscounts its used slots", segment=home.segment)
@@ -244,6 +284,10 @@ class SlotPool:
         invariant(free_seen == len(free), "a free slot belongs to no segment", slot_bytes=self.slot_bytes)
         invariant(self.total == total, "pool miscounts its slots", total=self.total, counted=total)
         invariant(self.store_held == store_held, "pool miscounts stores' slots", slot_bytes=self.slot_bytes)
+        invariant(cached == self.cached(), "the cache's policy miscounts its objects", cached=cached)
+        invariant(cached <= self.above_floor(), "the cache is in the floor", cached=cached, total=self.total)
+        if self.cache is not None:
+            self.cache.validate()
 
 
 def _validate_slot(slot: Slot, *, listed: bool) -> None:
@@ -255,7 +299,11 @@ def _validate_slot(slot: Slot, *, listed: bool) -> None:
     invariant(not slot.held or state is SlotState.RESIDENT, "held outside of resident", slot=slot.ref)
     invariant(slot.ghosts == 0 or state in _GHOSTLY, "a departed user of a slot in that state", slot=slot.ref)
     invariant(slot.ghosts > 0 or state is not SlotState.QUARANTINED, "quarantined for nobody", slot=slot.ref)
-    used = slot.pins + slot.ghosts + slot.held
+    invariant(not slot.cached or state is SlotState.RESIDENT, "cached outside of resident", slot=slot.ref)
+    users = slot.pins + slot.ghosts + slot.held
+    invariant(users == 0 or not slot.cached, "a cached slot is in use", slot=slot.ref)
+    invariant(not slot.cached or not slot.home.recalled, "a recalled segment's slot is cached", slot=slot.ref)
+    used = users + slot.cached
     invariant(used > 0 or state is not SlotState.RESIDENT, "resident for nobody", slot=slot.ref)
 
 

@@ -238,8 +238,8 @@ class Stores:
         if any(ask.job.client.capped(pool) for ask in store_key.asks.values()):
             return Decision.WAITING
         if pool.store_held >= ranks:
-            return Decision.FILLING if len(pool.free) - pool.wanted >= ranks else Decision.WAITING
-        if len(pool.free) >= ranks:
+            return Decision.FILLING if pool.spare() - pool.wanted >= ranks else Decision.WAITING
+        if pool.spare() >= ranks:
             return Decision.FILLING
         if pool.total > ranks:
             pool.saved = ranks
@@ -249,7 +249,8 @@ class Stores:
     def _grant(self, store_key: StoreKey, now_ns: int) -> None:
         space, pool, offer = store_key.space, store_key.pool, store_key.offer
         pool.saved = 0
-        store_key.slots = [pool.take(store_key.object_of(rank), by_store=True) for rank in range(space.rank_count)]
+        objects = [store_key.object_of(rank) for rank in range(space.rank_count)]
+        store_key.slots = [self.residency.take(pool, object_id, by_store=True) for object_id in objects]
         store_key.decision = Decision.FILLING
         store_key.due_ns = self.fill_deadlines.start(store_key, now_ns)
         offer.filling += 1
@@ -328,7 +329,6 @@ class Stores:
         self.counts["keys_filled"] += 1
         for slot in store_key.slots:
             self.residency.fill(slot, held=True)
-        self.index.set_resident(store_key.space, store_key.key, self.actions)
         self._tell_ended(store_key)
         waiters = list(store_key.waiters)
         store_key.waiters.clear()

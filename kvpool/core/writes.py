@@ -85,9 +85,8 @@ class Writes:
     def _end(self, store_key: StoreKey) -> None:
         store_key.decision = Decision.ENDED
         self.counts["keys_lost" if store_key.failed else "keys_stored"] += 1
-        self.index.clear_resident(store_key.space, store_key.key, self.actions)
         for slot in store_key.slots:
-            self.residency.release_hold(slot)
+            self.residency.release_hold(slot, lost=store_key.failed)
         store_key.slots.clear()
 
     def validate(self) -> None:

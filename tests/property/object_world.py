@@ -50,7 +50,7 @@ from kvpool.core.object_events import (
 )
 from kvpool.core.objects import ObjectTable
 from kvpool.errors import Code
-from kvpool.wire.messages import STORED
+from kvpool.wire.messages import RESIDENT, STORED
 
 TORN = "torn"
 CORRUPT = "corrupt"
@@ -148,6 +148,7 @@ class World:
         self.table.validate()
         self._check_bounds()
         self._check_told(actions)
+        self._check_resident()
         return actions
 
     # ------------------------------------------------------------ the table's actions
@@ -236,6 +237,14 @@ class World:
         """A key whose object was missing or not what was published is told to be not stored, at once."""
         gone = {a.object for a in actions if isinstance(a, SetAside)}
         assert [] == [o for o in gone if self.flags.get((o.namespace, o.key), 0) & STORED]
+
+    def _check_resident(self) -> None:
+        """A key that is told to be resident is in some slot, whole, for every rank."""
+        whole = {content for slot, content in self.contents.items() if slot.segment in self.segments}
+        for (namespace, key), flags in self.flags.items():
+            if flags & RESIDENT:
+                objects = {ObjectId(namespace, key, rank) for rank in range(NAMESPACES[namespace][0])}
+                assert objects <= whole, "a key is told to be resident and is not"
 
     # ------------------------------------------------------------ what ranks do
 
@@ -434,6 +443,19 @@ class World:
         self.pass_time(self.settings.load_deadline_ns + 1)
         self.pass_time(self.settings.fill_deadline_ns + self.settings.store_deadline_ns + 1)
         self._check_settled()
+        self._check_hits()
+
+    def _check_hits(self) -> None:
+        """Load what is told to be resident: it is there without any I/O."""
+        for (namespace, key), flags in list(self.flags.items()):
+            if not flags & RESIDENT:
+                continue
+            engine = next(engine for engine, known in ENGINES.items() if known == namespace)
+            for number in range(NAMESPACES[namespace][0]):
+                rank = self.join(engine, number)
+                assert ["SendReady"] == [type(action).__name__ for action in self.do_load(rank, [key])]
+                self.release(rank, 1, [0])
+                self.leave(rank)
 
     def _has_slots(self, where: tuple[int, int, int]) -> bool:
         client, job, index = where
@@ -446,10 +468,13 @@ class World:
     def _check_settled(self) -> None:
         assert [where for where, status in self.status.items() if status == "asked"] == []
         statistics = self.table.statistics()
-        for name in ("slots_filling", "slots_resident", "slots_quarantined", "loads_waiting", "keys_filling"):
+        for name in ("slots_filling", "slots_quarantined", "loads_waiting", "keys_filling"):
             assert statistics[name] == 0, name
         assert statistics["offers"] == 0
-        assert statistics["slots_free"] == sum(count for _, count in self.segments.values())
+        cached = statistics["slots_cached"]
+        assert statistics["slots_resident"] == cached
+        assert statistics["slots_free"] + cached == sum(count for _, count in self.segments.values())
+        assert cached == 0 or self.settings.staging_cache != "off"
         assert self.recalled == set()
         assert self.table.drained()
         assert self.table.next_deadline_ns() is None

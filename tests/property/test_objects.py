@@ -1,5 +1,7 @@
 """The object table under random interleavings; `object_world.py` says what is checked after each step."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -30,11 +32,11 @@ def keys_for(engine: str, chosen: list[int], group: int) -> list[bytes]:
 class ObjectTableMachine(RuleBasedStateMachine):
     """Everything that may happen to a table, in any order."""
 
-    def __init__(self, table_settings: TableSettings = SETTINGS) -> None:
+    def __init__(self, table_settings: TableSettings = SETTINGS, slots: int = 6) -> None:
         super().__init__()
         self.world = World(table_settings)
-        self.world.add_segment(8192, 6)
-        self.world.add_segment(4096, 4)
+        self.world.add_segment(8192, slots)
+        self.world.add_segment(4096, slots - 2)
         for rank in (0, 1):
             self.world.join("a", rank)
 
@@ -214,7 +216,24 @@ def nonsense_of(rank: Rank) -> list[object]:
     return events
 
 
+class LruMachine(ObjectTableMachine):
+    """The same with a cache."""
+
+    def __init__(self) -> None:
+        super().__init__(replace(SETTINGS, iodepth=2, staging_cache="lru"), slots=11)
+
+
+class ArcMachine(ObjectTableMachine):
+    """The same with the other policy."""
+
+    def __init__(self) -> None:
+        super().__init__(replace(SETTINGS, iodepth=2, staging_cache="arc"), slots=11)
+
+
 TestObjectTable = ObjectTableMachine.TestCase
-TestObjectTable.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestObjectTableLru = LruMachine.TestCase
+TestObjectTableArc = ArcMachine.TestCase
+for case, examples in ((TestObjectTable, 60), (TestObjectTableLru, 25), (TestObjectTableArc, 25)):
+    case.settings = settings(
+        max_examples=examples, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )

@@ -25,7 +25,9 @@ def run_seed(seed: int) -> World:
             open_lookahead=rng.randint(1, 4),
             writes_inflight_beside_loads=rng.randint(1, 2),
             client_share=rng.choice([0.2, 0.5, 1.0]),
-        )
+            staging_cache=rng.choice(["off", "lru", "arc"]),
+        ),
+        slots=rng.choice([6, 13]),
     )
     world = machine.world
 
@@ -100,5 +102,8 @@ def test_long_runs_keep_every_promise_and_reach_every_outcome(first: int) -> Non
         "SendExists", "SendDropped", "TellKey", "TellStoreEnded", "ReturnSegment",
     } - set(answers)  # fmt: skip
     assert set() == silent
-    rare = ("ops_late", "fills_late", "loads_parked", "corrupt", "writes_no_space", "keys_lost", "keys_stored")
+    rare = (
+        "ops_late", "fills_late", "loads_parked", "corrupt", "writes_no_space", "keys_lost", "keys_stored",
+        "cache_hits", "cache_evictions",
+    )  # fmt: skip
     assert [] == [name for name in rare if not counts[name]]
