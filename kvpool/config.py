@@ -105,6 +105,21 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float,
         Rule("A read or write that a device has not ended by then fails what waits for it.", "", "seconds", 0.01, 3600),
     ] = 10.0
+    breaker_failures: Annotated[
+        int,
+        Rule(
+            "A device is given up for now when so many more of its reads (or writes) failed than worked; until it "
+            "answers again its keys are misses and its stores go to the other devices.",
+            "",
+            "operations",
+            1,
+            1000,
+        ),
+    ] = 5
+    breaker_retry_s: Annotated[
+        float,
+        Rule("A given-up device is tried after this time, then after twice as long, and so on.", "", "seconds", 0.01, 60),
+    ] = 1.0
     defer_backlog_s: Annotated[
         float,
         Rule(

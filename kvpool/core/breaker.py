@@ -73,6 +73,10 @@ class Breaker:
         """Whether the device is used."""
         return self.state is State.CLOSED
 
+    def answered(self, now_ns: int) -> None:
+        """The device said something that is neither success nor trouble: no such file, no space, wrong bytes."""
+        self._well_ns = now_ns
+
     def did_well(self, direction: Direction, now_ns: int) -> None:
         """An operation did what it was asked."""
         self._well_ns = now_ns

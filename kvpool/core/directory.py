@@ -20,7 +20,7 @@ again. A device without a running worker is not asked: its keys are misses until
 Covers: flags, watchers, probes, ends of stores. Does not cover: sockets, who is admitted, preload.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -100,6 +100,8 @@ class Directory:
 
     def __init__(self, device_count: int) -> None:
         self._running = [False] * device_count
+        #: Devices whose workers say that they are given up for now: all their keys are misses.
+        self._given_up: set[int] = set()
         self._namespaces: dict[int, _Namespace] = {}
         self._schedulers: dict[int, _Scheduler] = {}
         self._probes: dict[int, _Probe] = {}
@@ -115,6 +117,17 @@ class Directory:
     def worker_up(self, device: int) -> None:
         """That device's worker runs; it has told nothing yet."""
         self._running[device] = True
+        self._given_up.discard(device)
+
+    def device_changed(self, device: int, *, healthy: bool) -> None:
+        """A worker said whether its device is used; while it is not, its keys are misses."""
+        if healthy == (device not in self._given_up):
+            return
+        self._given_up ^= {device}
+        for found in self._namespaces.values():
+            for key in found.watchers:
+                if key in found.flags[device]:
+                    self._mark(found, key)
 
     def worker_down(self, device: int) -> list[SendStatus]:
         """That device's keys are gone until its next worker tells them again."""
@@ -242,7 +255,7 @@ class Directory:
         """Return, once, what changed for a scheduler since the last call: key states first, then ends of stores."""
         found = self._schedulers[scheduler]
         index = self._namespaces[found.namespace]
-        changed = [KeyState(key, *_state(index, key)) for key in found.changed]
+        changed = [KeyState(key, *_state(index, key, self._given_up)) for key in found.changed]
         news: list[Message] = [KeysChanged(entries=part) for _, part in split(changed)]
         news += [StoresEnded(kept=part, dropped=[]) for _, part in split(found.kept)]
         news += [StoresEnded(kept=[], dropped=part) for _, part in split(found.dropped)]
@@ -257,10 +270,14 @@ class Directory:
         """Ask for unknown keys wherever a scan runs. Returns whether *keys* wait for a probe, and the new probes."""
         namespace = self._schedulers[scheduler].namespace
         found = self._namespaces[namespace]
-        scanning = [device for device, running in enumerate(self._running) if running and not found.scanned[device]]
+        scanning = [
+            device
+            for device, running in enumerate(self._running)
+            if running and not found.scanned[device] and device not in self._given_up
+        ]
         if not scanning:
             return False, []
-        unknown = [key for key in dict.fromkeys(keys) if not _state(found, key)[0]]
+        unknown = [key for key in dict.fromkeys(keys) if not _state(found, key, self._given_up)[0]]
         joined: set[int] = set()
         probes: list[SendProbe] = []
         for device in scanning:
@@ -283,7 +300,7 @@ class Directory:
         index = self._namespaces[self._schedulers[scheduler].namespace]
         answers = []
         for start in range(0, len(keys) or 1, ITEMS_MAX):
-            states = [_state(index, key) for key in keys[start : start + ITEMS_MAX]]
+            states = [_state(index, key, self._given_up) for key in keys[start : start + ITEMS_MAX]]
             status = Status(
                 request=request,
                 first=first + start,
@@ -344,11 +361,11 @@ class Directory:
             invariant(self._running[probe.device], "only a running worker is probed", device=probe.device)
 
 
-def _state(index: _Namespace, key: bytes) -> tuple[int, int]:
-    """Return a key's flags and device: (0, NO_DEVICE) for a miss."""
+def _state(index: _Namespace, key: bytes, given_up: Set[int]) -> tuple[int, int]:
+    """Return a key's flags and device, *given_up* devices left out: (0, NO_DEVICE) for a miss."""
     best_flags, best_device = 0, NO_DEVICE
     for device, flags_of in enumerate(index.flags):
         flags = flags_of.get(key, 0)
-        if flags and (not best_flags or (flags & RESIDENT) > (best_flags & RESIDENT)):
+        if flags and device not in given_up and (not best_flags or (flags & RESIDENT) > (best_flags & RESIDENT)):
             best_flags, best_device = flags, device
     return best_flags, best_device

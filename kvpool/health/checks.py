@@ -186,7 +186,8 @@ def breaker_open(picture: Picture) -> Iterator[Found]:
         state = row.get(facts.BREAKER, facts.BREAKER_CLOSED)
         if state != facts.BREAKER_CLOSED:
             advice = "Check the drive (dmesg, smartctl); it is tried by itself and comes back when it answers."
-            yield Found(subject_of(row), f"given up after repeated failures (breaker {state})", advice)
+            why = row.get(facts.BREAKER_WHY, "repeated failures")
+            yield Found(subject_of(row), f"given up for now after {why} (breaker {state})", advice)
 
 
 @check

@@ -180,6 +180,7 @@ class Coordinator:
                 self._stores_ended(message)
             case WorkerState():
                 worker.state = message.state
+                self._directory.device_changed(worker.device, healthy=message.state.healthy)
                 self._devices_changed()
             case KeysProbed():
                 self._send_statuses(self._directory.probed(worker.device, message.probe))

@@ -37,6 +37,7 @@ from kvpool.io.engine import Ended, Engine, Kind, SegmentMemory
 from kvpool.io.faults import Faults
 from kvpool.io.files import DeviceFiles
 from kvpool.io.process import set_parent_death_signal
+from kvpool.procs.worker_breaker import WorkerBreaker
 from kvpool.procs.worker_namespaces import Namespaces
 from kvpool.procs.worker_outbox import Outbox
 from kvpool.wire import messages as wire
@@ -100,7 +101,8 @@ class IoWorker:
         self._reads = SpeedMeter()
         self._writes = SpeedMeter()
         self._errors: dict[str, int] = {}
-        self._state_told = (0.0, 0, 0)
+        self._breaker = WorkerBreaker(self._device.name, settings.pool, now_ns=self._started_ns)
+        self._state_told = (0.0, 0, True, 0)
         self._draining = False
         self._poller = select.epoll()
         self._poller.register(control.fileno(), select.EPOLLIN)
@@ -119,6 +121,7 @@ class IoWorker:
         while not (self._draining and self._table.drained()):
             self._sleep()
             self._handle(events.TimePassed())
+            self._look_after_device()
             self._flush()
 
     def _sleep(self) -> None:
@@ -137,9 +140,25 @@ class IoWorker:
             self._on_ended(ended)
 
     def _timeout_s(self) -> float | None:
-        dues = [self._table.next_deadline_ns(), self._engine.next_due_ns(), self._state_due_ns()]
+        dues = [
+            self._table.next_deadline_ns(),
+            self._engine.next_due_ns(),
+            self._state_due_ns(),
+            self._breaker.due_ns(),
+        ]
         due = min((ns for ns in dues if ns is not None), default=None)
         return None if due is None else max(0.0, (due - time.monotonic_ns()) / 1e9)
+
+    def _look_after_device(self) -> None:
+        """Give the device up or use it again, as its breaker says; try it when that is due."""
+        now_ns = time.monotonic_ns()
+        self._breaker.note_late(self._table, now_ns)
+        if self._breaker.healthy != self._table.healthy:
+            self._handle(events.DeviceChanged(healthy=self._breaker.healthy))
+        due_ns = self._breaker.due_ns()
+        if due_ns is not None and due_ns <= now_ns:
+            self._breaker.start_probe(now_ns)
+            self._engine.try_device(now_ns)
 
     def _flush(self) -> None:
         """End of a pass: new work to the engine, answers to their clients."""
@@ -370,6 +389,10 @@ class IoWorker:
         if ended.kind is Kind.PROBED:
             self._on_probed(ended)
             return
+        if ended.kind is Kind.TRIED:
+            self._breaker.end_probe(ended, now_ns)
+            return
+        self._breaker.note(ended, now_ns)
         if ended.error is not None:
             self._on_error(ended)
         match ended.kind:
@@ -413,7 +436,9 @@ class IoWorker:
 
     def _state_due_ns(self) -> int | None:
         """When a change of the device's state has to be told; None while there is none."""
-        speed, backlog, told_ns = self._state_told
+        speed, backlog, healthy, told_ns = self._state_told
+        if healthy != self._table.healthy:
+            return 0
         now_speed, now_backlog = self._reads.bytes_per_s, self._backlog_bytes()
         moved = abs(now_speed - speed) > STATE_CHANGE * max(speed, 1.0) or (
             abs(now_backlog - backlog) > STATE_CHANGE * max(backlog, 1)
@@ -426,8 +451,11 @@ class IoWorker:
         if due is None or due > now_ns:
             return
         speed, backlog = self._reads.bytes_per_s, self._backlog_bytes()
-        self._state_told = (speed, backlog, now_ns)
-        state = wire.DeviceState(device=self._setup.device, healthy=True, read_bytes_per_s=speed, backlog_bytes=backlog)
+        healthy = self._table.healthy
+        self._state_told = (speed, backlog, healthy, now_ns)
+        state = wire.DeviceState(
+            device=self._setup.device, healthy=healthy, read_bytes_per_s=speed, backlog_bytes=backlog
+        )
         self._send_control(wire.WorkerState(state=state))
 
     def _facts(self) -> Facts:
@@ -444,7 +472,6 @@ class IoWorker:
             facts.VERIFY: self._verify,
             facts.DEPTH_LIMIT: self._device.iodepth,
             facts.INDEX_COMPLETE: self._namespaces.complete(),
-            facts.BREAKER: facts.BREAKER_CLOSED,
             facts.READ_BYTES_PER_S: self._reads.bytes_per_s,
             facts.WRITE_BYTES_PER_S: self._writes.bytes_per_s,
             facts.BACKLOG_BYTES: self._backlog_bytes(),
@@ -452,6 +479,7 @@ class IoWorker:
             facts.SPACE_TOTAL_BYTES: space.f_blocks * space.f_frsize,
             facts.QUEUE_MESSAGES: sum(channel.queue_length for channel in (self._control, *self._ranks.values())),
         }
+        told |= self._breaker.facts()
         told |= _facts_of_table(self._table.statistics())
         told |= _facts_of_engine(self._engine.statistics())
         told |= {facts.errors(name): count for name, count in self._errors.items()}
