@@ -118,7 +118,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 5
     breaker_retry_s: Annotated[
         float,
-        Rule("A given-up device is tried after this time, then after twice as long, and so on.", "", "seconds", 0.01, 60),
+        Rule("A given-up device is tried after this long, then after twice as long, and so on.", "", "seconds", 0.01, 60),
     ] = 1.0
     defer_backlog_s: Annotated[
         float,

@@ -20,7 +20,7 @@ again. A device without a running worker is not asked: its keys are misses until
 Covers: flags, watchers, probes, ends of stores. Does not cover: sockets, who is admitted, preload.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -361,7 +361,7 @@ class Directory:
             invariant(self._running[probe.device], "only a running worker is probed", device=probe.device)
 
 
-def _state(index: _Namespace, key: bytes, given_up: Set[int]) -> tuple[int, int]:
+def _state(index: _Namespace, key: bytes, given_up: set[int]) -> tuple[int, int]:
     """Return a key's flags and device, *given_up* devices left out: (0, NO_DEVICE) for a miss."""
     best_flags, best_device = 0, NO_DEVICE
     for device, flags_of in enumerate(index.flags):

@@ -100,7 +100,7 @@ class WorkerBreaker:
         self._opened_ns = now_ns
         due_ns = self._breaker.probe_due_ns() or now_ns
         log.warning(
-            "device %s: given up for now (%s): its keys are misses, its stores go to other devices; first trial in %g s",
+            "device %s: given up for now (%s): its keys are misses, its stores go elsewhere; first trial in %g s",
             self._device,
             self._breaker.why,
             round((due_ns - now_ns) / 1e9, 3),

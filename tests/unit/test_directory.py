@@ -189,3 +189,39 @@ def test_long_answers_and_changes_are_split(index: Directory) -> None:
 def test_keys_of_an_unknown_namespace_are_an_error_of_the_worker(index: Directory) -> None:
     with pytest.raises(ProtocolError):
         index.told(99, 0, [])
+
+
+def test_keys_of_a_device_that_is_given_up_are_misses_until_it_is_used_again() -> None:
+    directory = Directory(2)
+    directory.open_namespace(1)
+    directory.worker_up(0)
+    directory.worker_up(1)
+    directory.scan_ended(1, 0)
+    directory.told(1, 0, [KeyState(b"a", STORED, 0)])
+    directory.told(1, 1, [KeyState(b"b", STORED, 1)])
+    directory.scheduler_joined(5, "e", 1)
+    directory.announce(5, "r", 0, [b"a", b"b"])
+    directory.device_changed(1, healthy=False)
+    assert [KeysChanged(entries=[KeyState(b"b", 0, NO_DEVICE)])] == directory.take_news(5)
+    directory.device_changed(1, healthy=False)
+    assert not directory.has_news(5)
+    statuses, probes = directory.announce(5, "s", 0, [b"b", b"c"])
+    assert bytes(2) == statuses[0].status.flags
+    assert [] == probes
+    directory.device_changed(1, healthy=True)
+    assert [KeysChanged(entries=[KeyState(b"b", STORED, 1)])] == directory.take_news(5)
+    directory.validate()
+
+
+def test_a_new_worker_uses_a_device_that_was_given_up() -> None:
+    directory = Directory(1)
+    directory.open_namespace(1)
+    directory.worker_up(0)
+    directory.device_changed(0, healthy=False)
+    directory.worker_down(0)
+    directory.worker_up(0)
+    directory.told(1, 0, [KeyState(b"a", STORED, 0)])
+    directory.scan_ended(1, 0)
+    directory.scheduler_joined(5, "e", 1)
+    statuses, _ = directory.announce(5, "r", 0, [b"a"])
+    assert bytes([STORED]) == statuses[0].status.flags
