@@ -11,11 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvpool.health import facts
 from tests.e2e.pool import Pool, altered, wait_until
 from tools.engine_process import Answer, Engine
 from tools.tiny_models import VOCABULARY
 
 CHUNK = 256
+ATTEMPTS = 5
+Prompts = Mapping[str, Sequence[int]]
 StartEngine = Callable[..., Engine]
 
 
@@ -60,7 +63,7 @@ class Reference:
             self._known[key] = answer.tokens
         return self._known[key]
 
-    def answers(self, prompts: Mapping[str, Sequence[int]], *, model: str = "llama") -> dict[str, list[int]]:
+    def answers(self, prompts: Prompts, *, model: str = "llama") -> dict[str, list[int]]:
         """Return the answers to several prompts by name."""
         return {name: self.answer(prompt, model=model) for name, prompt in prompts.items()}
 
@@ -77,6 +80,8 @@ class Scene:
         self.model = model
         self.clients = ranks + 1  # and the scheduler
         self.objects_of: dict[str, list[Path]] = {}
+        #: Tokens that the connector supplied in the last :meth:`fresh`, as the engine counts them.
+        self.external = 0
 
     def restart(self, *, faults: dict[str, Any] | None = None, **settings: Any) -> None:
         """Restart the pool with other settings; return when the engine uses the new one."""
@@ -94,12 +99,40 @@ class Scene:
 
         wait_until(attached, "the engine uses the new pool")
 
-    def fresh(self, prompts: Mapping[str, Sequence[int]]) -> dict[str, Answer]:
+    def fresh(self, prompts: Prompts) -> dict[str, Answer]:
         """Empty the engine's own cache and ask; what is not computed then came from the pool."""
-        assert self.engine.reset()
-        return self.engine.generate(prompts)
+        return self.fresh_of(lambda _: prompts)[1]
 
-    def store(self, prompts: Mapping[str, Sequence[int]], *, objects_per_chunk: int = 1) -> None:
+    def fresh_of(self, make: Callable[[int], Prompts]) -> tuple[Prompts, dict[str, Answer]]:
+        """
+        Do as :meth:`fresh` with the prompts that *make* gives for attempt number 0, 1, …; return those and the answers.
+
+        There is another attempt where the pool's answer came after the time that a scheduler waits for it (50 ms): then
+        a hit is a miss by design, and on a busy machine that happens.
+        """
+        for attempt in range(ATTEMPTS):
+            prompts = make(attempt)
+            late, external = self.late(), self.engine.external_tokens()
+            assert self.engine.reset()
+            answers = self.engine.generate(prompts)
+            self.external = self.engine.external_tokens() - external
+            if late == self.late():
+                break
+        return prompts, answers
+
+    def situation(self) -> dict[str, object]:
+        """Return what the pool's processes count, for the message of a failed check."""
+        rows = self.pool.rows()
+        return {f"{row.get(facts.ROLE)} {index}": {k: v for k, v in row.items() if v} for index, row in enumerate(rows)}
+
+    def late(self) -> int:
+        """Return how many announcements of the engine were answered too late."""
+        self.pool.rows()
+        self.engine.ask(tokens(0, 8), 1)  # a scheduler answers what it was asked when it schedules
+        rows = [row for row in self.pool.rows() if row.get(facts.ROLE) == facts.SCHEDULER_CLIENT]
+        return sum(int(row.get(facts.ANSWERS_LATE, 0)) for row in rows)
+
+    def store(self, prompts: Prompts, *, objects_per_chunk: int = 1) -> None:
         """Ask each prompt alone, wait for its objects, and remember which they are."""
         for name, prompt in prompts.items():
             before = self.pool.objects()
@@ -110,21 +143,25 @@ class Scene:
             after = self.pool.wait_objects(len(before) + chunks(prompt) * objects_per_chunk)
             self.objects_of[name] = sorted(set(after) - set(before))
 
-    def check(self, prompts: Mapping[str, Sequence[int]], loaded: Mapping[str, int]) -> None:
+    def check(self, prompts: Prompts, loaded: Mapping[str, int]) -> None:
         """Assert that answers equal those without kvpool, and that *loaded* tokens of each came from the pool."""
-        before = self.engine.external_tokens()
-        answers = self.fresh(prompts)
+        self.check_of(lambda _: prompts, loaded)
+
+    def check_of(self, make: Callable[[int], Prompts], loaded: Mapping[str, int]) -> Prompts:
+        """Assert what :meth:`check` does of the prompts that *make* gives (see :meth:`fresh_of`); return those."""
+        prompts, answers = self.fresh_of(make)
         expected = self.reference.answers(prompts, model=self.model)
         assert expected == {name: answer.tokens for name, answer in answers.items()}
-        assert dict(loaded) == {name: answer.cached for name, answer in answers.items()}
-        assert sum(loaded.values()) == self.engine.external_tokens() - before
+        assert dict(loaded) == {name: answer.cached for name, answer in answers.items()}, self.situation()
+        assert sum(loaded.values()) == self.external
+        return prompts
 
-    def check_with_control(self, prompts: Mapping[str, Sequence[int]], loaded: Mapping[str, int]) -> None:
+    def check_with_control(self, prompts: Prompts, loaded: Mapping[str, int]) -> None:
         """Assert what :meth:`check` does, and that the same run on altered bytes differs for every prompt."""
         self.check(prompts, loaded)
         self.check_control(prompts, loaded)
 
-    def check_control(self, prompts: Mapping[str, Sequence[int]], loaded: Mapping[str, int]) -> None:
+    def check_control(self, prompts: Prompts, loaded: Mapping[str, int]) -> None:
         """Assert that answers from altered bytes differ, for every prompt of which anything is loaded."""
         prompts = {name: prompt for name, prompt in prompts.items() if loaded[name]}
         expected = self.reference.answers(prompts, model=self.model)
@@ -132,9 +169,11 @@ class Scene:
         with altered(self.pool):
             self.start(verify=False)
             answers = self.fresh(prompts)
+            situation = self.situation()
             self.pool.stop()
         self.start(verify=True)
         assert self.engine.reset()
-        assert [] == [name for name, answer in answers.items() if answer.cached < loaded[name]]
+        counts = {name: answer.cached for name, answer in answers.items()}
+        assert [] == [name for name, count in counts.items() if count < loaded[name]], (counts, situation)
         equal = [name for name, answer in answers.items() if answer.tokens == expected[name]]
         assert [] == equal, "answers did not depend on the bytes that were loaded"

@@ -12,10 +12,12 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.answers import Reference, StartEngine
-from tests.e2e.pool import Pool
-from tools.engine_process import Engine, cpu_environment, engine_settings
-from tools.tiny_models import tiny_model
+pytest.register_assert_rewrite("tests.e2e.answers", "tests.e2e.pool")
+
+from tests.e2e.answers import Reference, StartEngine  # noqa: E402 - the line above comes first
+from tests.e2e.pool import Pool  # noqa: E402
+from tools.engine_process import Engine, cpu_environment, engine_settings  # noqa: E402
+from tools.tiny_models import tiny_model  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

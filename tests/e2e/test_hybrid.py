@@ -43,8 +43,9 @@ def test_a_hybrid_model_answers_after_a_restart_as_without_kvpool(scene: Scene) 
 
 
 def test_a_hybrid_prompt_that_extends_a_stored_one_answers_as_without_kvpool(scene: Scene) -> None:
-    prompt = [*PROMPT, *tokens(202, 600)]
-    scene.check_with_control({"extended": prompt}, {"extended": loadable(PROMPT)})
+    loaded = {"x": loadable(PROMPT)}
+    asked = scene.check_of(lambda attempt: {"x": [*PROMPT, *tokens(1000 * attempt + 202, 600)]}, loaded)
+    scene.check_control(asked, loaded)
 
 
 def test_a_harmed_object_of_a_hybrid_model_is_recomputed(scene: Scene) -> None:

@@ -7,12 +7,12 @@ other settings, other faults, other bytes. Two devices, so that every prompt is 
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from kvpool.health import facts
-from tests.e2e.answers import CHUNK, Reference, Scene, StartEngine, chunks, loadable, tokens
+from tests.e2e.answers import CHUNK, Prompts, Reference, Scene, StartEngine, chunks, loadable, tokens
 from tests.e2e.pool import Pool, alter_payload, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
@@ -59,20 +59,19 @@ def test_answers_after_a_restart_equal_those_without_kvpool_and_need_the_stored_
 
 
 def test_every_further_turn_of_a_conversation_loads_all_turns_before(scene: Scene) -> None:
-    prompt = FIRST_TURNS["a"] + scene.reference.answer(FIRST_TURNS["a"])
-    stored = chunks(FIRST_TURNS["a"]) * CHUNK
+    prompt = FIRST_TURNS["a"]
     for turn in range(2):
-        prompt = [*prompt, *tokens(30 + turn, 400)]
-        scene.check_with_control({"turn": prompt}, {"turn": min(stored, loadable(prompt))})
-        # The check has loaded what was there and stored the rest.
-        scene.check({"turn": prompt}, {"turn": loadable(prompt)})
         stored = chunks(prompt) * CHUNK
-        prompt = prompt + scene.reference.answer(prompt)
+        asked = scene.check_of(_extended([*prompt, *scene.reference.answer(prompt)], 30 + turn, 400), {"x": stored})
+        scene.check_control(asked, {"x": stored})
+        prompt = list(asked["x"])
+        # What was computed has been stored.
+        scene.check({"x": prompt}, {"x": loadable(prompt)})
 
 
 def test_a_prompt_that_extends_a_stored_one_loads_the_common_part(scene: Scene) -> None:
-    prompt = [*FIRST_TURNS["b"][:1050], *tokens(40, 700)]
-    scene.check_with_control({"extended": prompt}, {"extended": 1024})
+    asked = scene.check_of(_extended(FIRST_TURNS["b"][:1050], 40, 700), {"x": 1024})
+    scene.check_control(asked, {"x": 1024})
 
 
 def test_a_prefix_larger_than_staging_streams_through_it(scene: Scene) -> None:
@@ -149,6 +148,11 @@ def test_an_io_worker_killed_during_loads_costs_only_time(scene: Scene) -> None:
     wait_until(lambda: _all_run_again(scene.pool, before - {victim}), "the worker was started again")
     scene.restart()
     scene.check_with_control(LONG, {name: loadable(prompt) for name, prompt in LONG.items()})
+
+
+def _extended(prompt: list[int], seed: int, count: int) -> Callable[[int], Prompts]:
+    """Return what makes prompts that go on after *prompt*, another one for every attempt."""
+    return lambda attempt: {"x": [*prompt, *tokens(1000 * attempt + seed, count)]}
 
 
 def _reading(pool: Pool) -> int:
