@@ -26,7 +26,7 @@ import numpy as np
 from pb.adapter import Adapter
 
 from kvpool.cli.bench_pool import OwnPool, Plan
-from kvpool.cli.bench_rank import ENGINE
+from kvpool.cli.bench_rank import ENGINE, Staged
 from kvpool.cli.bench_work import Work
 from kvpool.client.copier import Copy
 from kvpool.client.launch import ClientConfig
@@ -48,20 +48,20 @@ class GateCopier:
     """
 
     def __init__(self, view: memoryview, block_bytes: int) -> None:
-        self._blocks = np.frombuffer(view, dtype=np.uint8)
-        self._block_bytes = block_bytes
-        self._segments: dict[int, Any] = {}
+        self._blocks = np.frombuffer(view, dtype=np.uint64)
+        self._words = block_bytes // 8
+        self.staged = Staged()
         self.open = False
         self.at: dict[int, tuple[int, int, float]] = {}
         self.moved = threading.Condition()
 
     def attach(self, segment: int, memory: mmap.mmap) -> None:
         """Keep a view of the segment."""
-        self._segments[segment] = np.frombuffer(memory, dtype=np.uint8)
+        self.staged.add(segment, np.frombuffer(memory, dtype=np.uint64))
 
     def detach(self, segment: int) -> None:
         """Let go of it."""
-        self._segments.pop(segment, None)
+        self.staged.remove(segment)
 
     def load(self, copies: Sequence[Copy]) -> object:
         """Note where the blocks are; `copy_out` copies them later."""
@@ -70,15 +70,16 @@ class GateCopier:
     def store(self, copies: Sequence[Copy], after: object | None) -> object:
         """Copy the blocks into their slots; the pool hears of it when the gate opens."""
         for copy in copies:
-            start = _block(copy) * self._block_bytes
-            self._slot(copy.segment, copy.offset)[:] = self._blocks[start : start + self._block_bytes]
+            start = _block(copy) * self._words
+            slot = self.staged.slot(copy.segment, copy.offset, self._words)
+            slot[:] = self._blocks[start : start + self._words]
         return self._note(copies)
 
     def copy_out(self, block: int) -> None:
         """Copy a block that is Ready from its slot to the harness's memory."""
         segment, offset, _ = self.at[block]
-        start = block * self._block_bytes
-        self._blocks[start : start + self._block_bytes] = self._slot(segment, offset)
+        start = block * self._words
+        self._blocks[start : start + self._words] = self.staged.slot(segment, offset, self._words)
 
     def ended(self, ticket: object) -> bool:
         """Tell whether the gate is open."""
@@ -95,9 +96,6 @@ class GateCopier:
         with self.moved:
             if not self.moved.wait_for(lambda: len(self.at) >= count, TIMEOUT_S):
                 raise TimeoutError(f"{len(self.at)} of {count} blocks have a slot after {TIMEOUT_S:.0f} s")
-
-    def _slot(self, segment: int, offset: int) -> Any:
-        return self._segments[segment][offset : offset + self._block_bytes]
 
     def _note(self, copies: Sequence[Copy]) -> object:
         now = time.perf_counter()
@@ -254,8 +252,10 @@ class PeerAdapter(Adapter):  # type: ignore[misc] # peerbench comes without type
         copier = GateCopier(self.ctx.view, self.ctx.block_bytes)
         config = ClientConfig(run_dir=self._pool.run_dir)
         self._client = GatedClient(config, self._work.namespace(), engine=ENGINE, rank=0, copier=copier)
-        if not self._client.wait_connected(TIMEOUT_S):
+        ready = self._client.wait_connected(TIMEOUT_S)
+        if not (ready and copier.staged.wait_whole(plan.staging_bytes, self._devices, TIMEOUT_S)):
             raise TimeoutError(f"the pool cannot be used: {self._pool.log_tail()}")
+        self._pool.wait_staged(copier.staged.mapped_bytes)
         self._is_fresh = True
         return self._pool
 

@@ -32,6 +32,7 @@ from kvpool.client.launch import LOG_NAME, ClientConfig, ensure_pool
 from kvpool.config import DeviceSettings, PoolSettings, Settings
 from kvpool.errors import PeerGone, PoolUnavailable
 from kvpool.health import facts, process_facts
+from kvpool.health.checks import number
 from kvpool.health.facts import Facts
 from kvpool.io.channel import Channel
 from kvpool.wire.codec import split
@@ -54,6 +55,8 @@ from kvpool.wire.messages import (
 ANSWER_TIMEOUT_S = 300.0
 #: A phase in which nothing happens for this long has failed.
 STALL_S = 60.0
+#: How often the workers are asked for their slots at start.
+STAGED_EVERY_S = 0.05
 #: Longest wait for the pool to end after it was asked to.
 END_TIMEOUT_S = 60.0
 
@@ -128,12 +131,11 @@ def cpu_seconds(pids: Sequence[int]) -> float:
 class RankProcess:
     """The client process: asks it, one command at a time."""
 
-    def __init__(self, run_dir: str, work: Work, *, fill: bool) -> None:
+    def __init__(self, run_dir: str, work: Work, staging_bytes: int, *, fill: bool) -> None:
         argv = [sys.executable, "-m", "kvpool.cli.bench_rank", run_dir, msgspec.json.encode(work).decode()]
+        argv += [str(staging_bytes), "fill" if fill else "plain"]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
-        self._process = subprocess.Popen(
-            [*argv, "fill" if fill else "plain"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
-        )
+        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
         self._partial = b""
 
     @property
@@ -314,6 +316,19 @@ class OwnPool:
         told = admin.health(self.run_dir).rows
         return {pid: row for row in told if row.get(facts.ROLE) in POOL_ROLES and (pid := _pid(row))}
 
+    def wait_staged(self, mapped_bytes: int) -> None:
+        """
+        Return when the I/O workers use as much staging as the client has mapped.
+
+        Asked for again and again, since a worker tells nobody when it has registered its memory.
+        """
+        slots = mapped_bytes // self._work.slot_bytes
+        deadline = time.monotonic() + STALL_S
+        while sum(number(row, facts.SLOTS_FREE) for row in self.worker_rows()) < slots:
+            if time.monotonic() > deadline:
+                raise PoolUnavailable("staging does not become ready", waited_s=STALL_S, log=self.log_tail())
+            time.sleep(STAGED_EVERY_S)
+
     def worker_rows(self) -> list[Facts]:
         """Return the rows of the I/O workers."""
         return [row for row in self.rows().values() if row[facts.ROLE] == facts.IO_WORKER]
@@ -345,10 +360,12 @@ class DrivenPool(OwnPool):
     def __init__(self, plan: Plan, work: Work, *, fill: bool) -> None:
         super().__init__(plan, work)
         with self._closing_on_error():
-            self.rank = RankProcess(self.run_dir, work, fill=fill)
+            self.rank = RankProcess(self.run_dir, work, plan.staging_bytes, fill=fill)
             self._exit.callback(self.rank.close)
-            if not self.rank.answer()["connected"]:
-                raise PoolUnavailable("the client process of the bench found no pool", log=self.log_tail())
+            greeting = self.rank.answer()
+            if not greeting["connected"]:
+                raise PoolUnavailable("the client process found no pool, or not its staging", log=self.log_tail())
+            self.wait_staged(greeting["mapped_bytes"])
 
     def timed(self, do: str, *, stored: int, progress: Progress) -> Timed:
         """

@@ -33,11 +33,50 @@ from kvpool.client.rank import LoadObject, RankClient, StoreObject
 from kvpool.errors import Code
 
 ENGINE = "bench"
-CONNECT_TIMEOUT_S = 60.0
+#: For the pool to be there, and then for its staging.
+CONNECT_TIMEOUT_S = 120.0
 #: How often the ends of jobs are looked at while no object comes: only failed objects are learned that way.
 ENDED_EVERY_S = 0.05
 #: Part of a phase after which progress is told.
 PROGRESS_SHARE = 0.02
+
+
+class Staged:
+    """The segments of staging that are mapped here."""
+
+    def __init__(self) -> None:
+        self._segments: dict[int, Words] = {}
+        self._changed = threading.Condition()
+
+    def add(self, segment: int, words: Words) -> None:
+        """A segment was mapped."""
+        with self._changed:
+            self._segments[segment] = words
+            self._changed.notify_all()
+
+    def remove(self, segment: int) -> None:
+        """A segment is to be unmapped: nothing here refers to it any more."""
+        with self._changed:
+            self._segments.pop(segment, None)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of all segments."""
+        with self._changed:
+            return sum(words.nbytes for words in self._segments.values())
+
+    def slot(self, segment: int, offset: int, words: int) -> Words:
+        """Return the first *words* words of a slot."""
+        return self._segments[segment][offset // 8 : offset // 8 + words]
+
+    def wait_whole(self, staging_bytes: int, devices: int, timeout_s: float) -> bool:
+        """Wait until all of staging is here: what misses is less than one segment for each device."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._missing(staging_bytes, devices) < 0, timeout_s)
+
+    def _missing(self, staging_bytes: int, devices: int) -> int:
+        sizes = [words.nbytes for words in self._segments.values()]
+        return staging_bytes - sum(sizes) - devices * max(sizes, default=0)
 
 
 @dataclass(slots=True)
@@ -60,7 +99,7 @@ class BenchCopier:
     def __init__(self, work: Work, *, fill: bool) -> None:
         self._work = work
         self._content = Content(work)
-        self._segments: dict[int, Words] = {}
+        self.staged = Staged()
         self.fill = fill
         self.whole = False
         self.seen = Seen()
@@ -72,14 +111,11 @@ class BenchCopier:
         if self.fill:
             for start in range(0, words.nbytes - self._work.slot_bytes + 1, self._work.slot_bytes):
                 words[start // 8 : start // 8 + self._content.words] = self._content.pattern
-        with self.moved:
-            self._segments[segment] = words
-            self.moved.notify_all()
+        self.staged.add(segment, words)
 
     def detach(self, segment: int) -> None:
         """Let go of the mapping."""
-        with self.moved:
-            del self._segments[segment]
+        self.staged.remove(segment)
 
     def load(self, copies: Sequence[Copy]) -> object:
         """Note which objects are there, and those that are not what was stored."""
@@ -114,8 +150,7 @@ class BenchCopier:
         """Nothing to free."""
 
     def _payload(self, copy: Copy) -> Words:
-        start = copy.offset // 8
-        return self._segments[copy.segment][start : start + self._content.words]
+        return self.staged.slot(copy.segment, copy.offset, self._content.words)
 
     def _notify(self) -> None:
         with self.moved:
@@ -209,7 +244,7 @@ class Driver:
 
 def main() -> int:
     """Attach to the pool that argv names, then serve commands until the input ends."""
-    run_dir, work_json, fill = sys.argv[1], sys.argv[2], sys.argv[3] == "fill"
+    run_dir, work_json, staging_bytes, fill = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "fill"
     work = msgspec.json.decode(work_json.encode(), type=Work)
 
     def tell(answer: dict[str, object]) -> None:
@@ -220,7 +255,8 @@ def main() -> int:
     client = RankClient(config, work.namespace(), engine=ENGINE, rank=0, copier=copier)
     try:
         connected = client.wait_connected(CONNECT_TIMEOUT_S)
-        tell({"done": True, "connected": bool(connected)})
+        whole = connected and copier.staged.wait_whole(staging_bytes, work.devices, CONNECT_TIMEOUT_S)
+        tell({"done": True, "connected": whole, "mapped_bytes": copier.staged.mapped_bytes})
         driver = Driver(client, copier, work, tell)
         for line in sys.stdin:
             command = json.loads(line)
