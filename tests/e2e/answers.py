@@ -9,7 +9,7 @@ bytes, with verification off, must come out different.
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvpool.health import facts
 from tests.e2e.pool import Pool, altered, wait_until
@@ -19,6 +19,7 @@ from tools.tiny_models import VOCABULARY
 CHUNK = 256
 ATTEMPTS = 5
 Prompts = Mapping[str, Sequence[int]]
+T = TypeVar("T")
 StartEngine = Callable[..., Engine]
 
 
@@ -104,21 +105,31 @@ class Scene:
         return self.fresh_of(lambda _: prompts)[1]
 
     def fresh_of(self, make: Callable[[int], Prompts]) -> tuple[Prompts, dict[str, Answer]]:
-        """
-        Do as :meth:`fresh` with the prompts that *make* gives for attempt number 0, 1, …; return those and the answers.
+        """Do as :meth:`fresh` with the prompts that *make* gives for attempt number 0, 1, …; return those too."""
 
-        There is another attempt where the pool's answer came after the time that a scheduler waits for it (50 ms): then
-        a hit is a miss by design, and on a busy machine that happens.
-        """
-        for attempt in range(ATTEMPTS):
+        def ask(attempt: int) -> tuple[Prompts, dict[str, Answer]]:
             prompts = make(attempt)
-            late, external = self.late(), self.engine.external_tokens()
-            assert self.engine.reset()
+            external = self.engine.external_tokens()
             answers = self.engine.generate(prompts)
             self.external = self.engine.external_tokens() - external
+            return prompts, answers
+
+        return self.in_time(ask)
+
+    def in_time(self, act: Callable[[int], T]) -> T:
+        """
+        Return what *act* returns, with the engine's own cache emptied before.
+
+        It acts again where the pool's answer came after the time that a scheduler waits for it (50 ms): then a hit is a
+        miss by design, and on a busy machine that happens.
+        """
+        for attempt in range(ATTEMPTS):
+            late = self.late()
+            assert self.engine.reset()
+            result = act(attempt)
             if late == self.late():
                 break
-        return prompts, answers
+        return result
 
     def situation(self) -> dict[str, object]:
         """Return what the pool's processes count, for the message of a failed check."""

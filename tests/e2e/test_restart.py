@@ -14,6 +14,7 @@ import pytest
 from kvpool.health import facts
 from tests.e2e.answers import CHUNK, Prompts, Reference, Scene, StartEngine, chunks, loadable, tokens
 from tests.e2e.pool import Pool, alter_payload, wait_until
+from tools.engine_process import Answer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -23,6 +24,7 @@ FIRST_TURNS = {"a": tokens(1, 1500), "b": tokens(2, 1100), "short": tokens(3, 20
 HARMED = {"truncated": tokens(11, 1300), "removed": tokens(12, 1300), "altered": tokens(13, 1300)}
 #: 27 chunks of 1 MiB each.
 LONG = {f"long-{index}": tokens(20 + index, 7000) for index in range(3)}
+SHORT = tokens(50, 100)
 #: 160 blocks of 128 tokens hold two long prompts (55 each), not three.
 GPU_BLOCKS = 160
 
@@ -105,11 +107,14 @@ def test_a_harmed_object_is_recomputed_and_stored_again(scene: Scene, harm: str,
 def test_a_request_aborted_during_its_load_leaves_nothing_behind(scene: Scene) -> None:
     scene.restart(faults=SLOW)
     prompt = LONG["long-1"]
-    assert scene.engine.reset()
-    scene.engine.submit("aborted", prompt)
-    wait_until(lambda: scene.pool.total(facts.IN_FLIGHT_READS) > 0, "the load has begun")
-    scene.engine.abort("aborted")
-    assert [] == scene.engine.wait("aborted").tokens
+
+    def abort(_: int) -> list[int]:
+        scene.engine.submit("aborted", prompt)
+        wait_until(lambda: _reading(scene.pool) or scene.engine.answered("aborted"), "the load has begun")
+        scene.engine.abort("aborted")
+        return scene.engine.wait("aborted").tokens
+
+    assert [] == scene.in_time(abort)
     wait_until(scene.pool.idle, "all slots are given back")
     wait_until(lambda: scene.engine.counters()["vllm:kv_cache_usage_perc"] == 0, "all GPU blocks are given back")
     scene.check_with_control({"long-1": prompt}, {"long-1": loadable(prompt)})
@@ -117,23 +122,25 @@ def test_a_request_aborted_during_its_load_leaves_nothing_behind(scene: Scene) -
 
 def test_a_short_new_request_passes_three_long_hits_on_a_slow_device(scene: Scene) -> None:
     scene.restart(faults=SLOW)
-    short = tokens(50, 100)
-    assert scene.engine.reset()
-    scene.engine.submit_all(LONG)
-    scene.engine.submit("short", short)
-    answer = scene.engine.wait("short")
-    assert [] == [name for name in LONG if scene.engine.answered(name)]
-    assert scene.reference.answer(short) == answer.tokens
-    answers = {name: scene.engine.wait(name) for name in LONG}
-    assert scene.reference.answers(LONG) == {name: answer.tokens for name, answer in answers.items()}
-    assert {name: loadable(prompt) for name, prompt in LONG.items()} == {
-        name: answer.cached for name, answer in answers.items()
-    }
-    scene.check_control(LONG, {name: loadable(prompt) for name, prompt in LONG.items()})
+    expected = {**scene.reference.answers(LONG), "short": scene.reference.answer(SHORT)}
+    loaded = {name: loadable(prompt) for name, prompt in LONG.items()}
+
+    def ask(_: int) -> tuple[list[str], dict[str, Answer]]:
+        scene.engine.submit_all({**LONG, "short": SHORT})
+        scene.engine.wait("short")
+        passed = [name for name in LONG if not scene.engine.answered(name)]
+        return passed, {name: scene.engine.wait(name) for name in (*LONG, "short")}
+
+    passed, answers = scene.in_time(ask)
+    assert list(LONG) == passed
+    assert expected == {name: answer.tokens for name, answer in answers.items()}
+    assert {**loaded, "short": 0} == {name: answer.cached for name, answer in answers.items()}
+    scene.check_control(LONG, loaded)
 
 
 def test_an_io_worker_killed_during_loads_costs_only_time(scene: Scene) -> None:
     scene.restart(faults=SLOW)
+    loaded = {name: loadable(prompt) for name, prompt in LONG.items()}
     before = {int(row[facts.PID]) for row in scene.pool.workers()}
     assert scene.engine.reset()
     scene.engine.submit_all(LONG)
@@ -146,8 +153,9 @@ def test_an_io_worker_killed_during_loads_costs_only_time(scene: Scene) -> None:
     assert scene.reference.answers(LONG) == {name: answer.tokens for name, answer in answers.items()}
     assert scene.reference.answer(new) == stored.tokens
     wait_until(lambda: _all_run_again(scene.pool, before - {victim}), "the worker was started again")
+    scene.check(LONG, loaded)
     scene.restart()
-    scene.check_with_control(LONG, {name: loadable(prompt) for name, prompt in LONG.items()})
+    scene.check_with_control(LONG, loaded)
 
 
 def _extended(prompt: list[int], seed: int, count: int) -> Callable[[int], Prompts]:
