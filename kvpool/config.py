@@ -59,6 +59,7 @@ class Rule(NamedTuple):
         low, high: Bounds of a number, both allowed.
         shown: What the example shows where there is no fixed default.
         derived: Where the default comes from, when it is not fixed.
+        choices: All values of a text, when they are few.
     """
 
     help: str
@@ -68,6 +69,7 @@ class Rule(NamedTuple):
     high: float = math.inf
     shown: str = ""
     derived: str = ""
+    choices: tuple[str, ...] = ()
 
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -118,7 +120,9 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 5
     breaker_retry_s: Annotated[
         float,
-        Rule("A given-up device is tried after this long, then after twice as long, and so on.", "", "seconds", 0.01, 60),
+        Rule(
+            "A given-up device is tried after this long, then after twice as long, and so on.", "", "seconds", 0.01, 60
+        ),
     ] = 1.0
     defer_backlog_s: Annotated[
         float,
@@ -130,6 +134,43 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             600,
         ),
     ] = 1.0
+    enable_preload: Annotated[
+        bool,
+        Rule(
+            "Read the objects of waiting requests ahead, so that they are in staging when the request runs: those of "
+            "a whole request or none, in the order in which requests are scheduled, and never while loads need the "
+            "drive."
+        ),
+    ] = False
+    preload_lookahead_requests: Annotated[
+        int,
+        Rule(
+            "Waiting requests of each engine that are looked at for preload, from the first one on. At least 1 with "
+            "enable_preload.",
+            "",
+            "requests",
+            0,
+            4096,
+        ),
+    ] = 0
+    preload_expiry_s: Annotated[
+        float,
+        Rule(
+            "What was read ahead for a request that has not run after so long is no longer kept for it.",
+            "",
+            "seconds",
+            0.1,
+            86400,
+        ),
+    ] = 60.0
+    staging_cache: Annotated[
+        str,
+        Rule(
+            "What stays in staging as long as nobody needs the memory: nothing (off), or what was used last (lru), or "
+            "what was used last or often (arc).",
+            choices=("off", "lru", "arc"),
+        ),
+    ] = "off"
     idle_exit_s: Annotated[
         float,
         Rule(
@@ -202,6 +243,8 @@ class Field(NamedTuple):
         """What its value may be, in words."""
         if self.kind is bool:
             return "true or false"
+        if self.rule.choices:
+            return " or ".join(f'"{choice}"' for choice in self.rule.choices)
         if self.kind is str:
             return "text"
         if self.rule.unit == "bytes":
@@ -299,7 +342,7 @@ def checked(value: Any, field: Field, key: str, *, file: str) -> Any:
         number = parse_size(value)
     elif field.kind in (int, float) and isinstance(value, int if field.kind is int else (int, float)):
         number = None if isinstance(value, bool) else value
-    elif type(value) is field.kind:
+    elif type(value) is field.kind and (not field.rule.choices or value in field.rule.choices):
         return value
     if number is None or not field.rule.low <= number <= field.rule.high:
         raise wrong(file, key, value, field.allowed)
@@ -314,6 +357,7 @@ def check_settings(settings: Settings, *, file: str) -> None:
         ConfigError: names file, key, value, and what is allowed.
     """
     _check_run_dir(settings.pool.run_dir, file)
+    check_preload(settings.pool, "pool.preload_lookahead_requests", file=file)
     needed = STAGING_BYTES_MIN * len(settings.device)
     if settings.pool.staging_bytes < needed:
         allowed = f"at least {format_size(needed)} for {len(settings.device)} devices"
@@ -331,6 +375,12 @@ def check_settings(settings: Settings, *, file: str) -> None:
             raise wrong(
                 file, f"device[{second}].path", right.path, f"a directory neither in nor above device[{first}]'s"
             )
+
+
+def check_preload(pool: PoolSettings, key: str, *, file: str) -> None:
+    """Refuse preload that looks at no request; *key* is what errors call the number. Raises ConfigError."""
+    if pool.enable_preload and pool.preload_lookahead_requests < 1:
+        raise wrong(file, key, pool.preload_lookahead_requests, "at least 1, as enable_preload is true")
 
 
 def _check_run_dir(run_dir: str, file: str) -> None:

@@ -12,11 +12,14 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from kvpool.config import (
     GIB,
     DeviceSettings,
     PoolSettings,
     Settings,
+    check_preload,
     check_settings,
     checked,
     default_run_dir,
@@ -48,6 +51,7 @@ VLLM_KEYS = (
 )
 
 _DEVICE_KEYS = ("iodepth", "open_lookahead", "sync_on_store")
+_POOL_KEYS = ("enable_preload", "preload_lookahead_requests", "staging_cache")
 _STAGING_GIB_MAX = 1 << 20
 
 
@@ -63,10 +67,7 @@ def _is(*values: object) -> Callable[[Any], bool]:
 
 
 _REFUSALS = {
-    "enable_preload": _Refusal(_is(False), "false; preload is not there yet"),
-    "preload_lookahead_requests": _Refusal(_is(0), "0; preload is not there yet"),
     "preload_share_staging": _Refusal(_is(True), "true; an object always has one read and one slot, whoever wants it"),
-    "staging_cache": _Refusal(_is("off"), '"off"; the staging cache is not there yet'),
     "prefix_cache_break_even_path": _Refusal(_is(None), "nothing; break-even files are not there yet"),
     "load_planner": _Refusal(_is("off"), '"off"; the load planner is not there yet'),
     "load_planner_defer_tolerance": _Refusal(_is(), "nothing; the load planner is not there yet"),
@@ -74,7 +75,7 @@ _REFUSALS = {
     "canonical_layout": _Refusal(_is(False, None), "false; kvpool stores each rank's own layout"),
 }
 
-_KEYS = ("kvpool_config", "shared_storage_path", "staging_mem", *_DEVICE_KEYS, *_REFUSALS, *VLLM_KEYS)
+_KEYS = ("kvpool_config", "shared_storage_path", "staging_mem", *_DEVICE_KEYS, *_POOL_KEYS, *_REFUSALS, *VLLM_KEYS)
 
 
 def settings_from_connector(extra: Mapping[str, Any]) -> Settings:
@@ -99,7 +100,7 @@ def _from_file(extra: Mapping[str, Any]) -> Settings:
     file = extra["kvpool_config"]
     if not isinstance(file, str) or not file.startswith("/"):
         raise wrong(SOURCE, "kvpool_config", file, "an absolute path of a TOML file")
-    beside = [key for key in ("shared_storage_path", "staging_mem", *_DEVICE_KEYS) if key in extra]
+    beside = [key for key in ("shared_storage_path", "staging_mem", *_DEVICE_KEYS, *_POOL_KEYS) if key in extra]
     if beside:
         _log.warning("%s: %s decides; not used: %s", SOURCE, file, ", ".join(beside))
     return load_settings(file)
@@ -116,9 +117,11 @@ def _embedded(extra: Mapping[str, Any]) -> Settings:
     values = {key: checked(extra[key], fields[key], key, file=SOURCE) for key in _DEVICE_KEYS if key in extra}
     values.setdefault("open_lookahead", values.get("iodepth", fields["iodepth"].default))
     device = DeviceSettings(name=DEVICE_NAME, path=path, **values)
-    pool = PoolSettings(run_dir="", staging_bytes=_staging_bytes(extra.get("staging_mem", 1)))
-    unplaced = Settings(pool=pool, device=[device])
-    pool = PoolSettings(run_dir=default_run_dir(unplaced), staging_bytes=pool.staging_bytes)
+    fields = {field.key: field for field in fields_of(PoolSettings)}
+    chosen = {key: checked(extra[key], fields[key], key, file=SOURCE) for key in _POOL_KEYS if key in extra}
+    pool = PoolSettings(run_dir="", staging_bytes=_staging_bytes(extra.get("staging_mem", 1)), **chosen)
+    check_preload(pool, "preload_lookahead_requests", file=SOURCE)
+    pool = replace(pool, run_dir=default_run_dir(Settings(pool=pool, device=[device])))
     settings = Settings(pool=pool, device=[device])
     check_settings(settings, file=SOURCE)
     return settings

@@ -236,6 +236,30 @@ def test_the_connectors_keys_describe_one_device() -> None:
     assert Settings(pool=PoolSettings(run_dir=found.pool.run_dir, staging_bytes=GIB // 2), device=[device]) == found
 
 
+def test_the_connector_asks_for_preload_and_cache() -> None:
+    keys = {"enable_preload": True, "preload_lookahead_requests": 8, "staging_cache": "arc"}
+    pool = settings_from_connector({**EMBEDDED, **keys}).pool
+    assert keys == {key: getattr(pool, key) for key in keys}
+
+
+def test_preload_that_looks_at_no_request_is_refused() -> None:
+    error = _connector_error(enable_preload=True)
+    assert "preload_lookahead_requests" == error.context["key"]
+    assert "at least 1, as enable_preload is true" == error.context["allowed"]
+    in_toml = _error(f"[pool]\nenable_preload = true\n{DEVICE}")
+    assert "pool.preload_lookahead_requests" == in_toml.context["key"]
+
+
+def test_preload_without_shared_slots_is_refused_with_the_reason() -> None:
+    error = _connector_error(preload_share_staging=False)
+    assert "an object always has one read and one slot" in str(error)
+
+
+def test_engines_with_different_staging_do_not_meet() -> None:
+    places = {settings_from_connector({**EMBEDDED, "staging_cache": cache}).pool.run_dir for cache in ("lru", "arc")}
+    assert 2 == len(places)
+
+
 def test_all_processes_of_an_engine_find_the_same_pool() -> None:
     places = {settings_from_connector(dict(EMBEDDED)).pool.run_dir for _ in range(3)}
     assert 1 == len(places)
@@ -244,11 +268,6 @@ def test_all_processes_of_an_engine_find_the_same_pool() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("enable_preload", True),
-        ("enable_preload", 1),
-        ("preload_lookahead_requests", 1),
-        ("staging_cache", "lru"),
-        ("staging_cache", "arc"),
         ("prefix_cache_break_even_path", "/x.json"),
         ("load_planner", "on"),
         ("load_planner", "auto"),
@@ -266,6 +285,11 @@ def test_a_feature_that_is_not_there_is_refused_with_that_word(key: str, value: 
     ("key", "value"),
     [
         ("preload_share_staging", False),
+        ("enable_preload", 1),
+        ("preload_lookahead_requests", -1),
+        ("preload_lookahead_requests", True),
+        ("staging_cache", "mru"),
+        ("staging_cache", False),
         ("canonical_layout", True),
         ("iodepth", "16"),
         ("iodepth", True),
