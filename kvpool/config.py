@@ -124,6 +124,17 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "A given-up device is tried after this long, then after twice as long, and so on.", "", "seconds", 0.01, 60
         ),
     ] = 1.0
+    answer_deadline_s: Annotated[
+        float,
+        Rule(
+            "A waiting request whose keys the pool has not told about by then is computed: more than a moment only where "
+            "processors are scarce.",
+            "",
+            "seconds",
+            0.001,
+            60,
+        ),
+    ] = 0.05
     defer_backlog_s: Annotated[
         float,
         Rule(

@@ -273,7 +273,11 @@ class SchedulerClient:
         self._retry_s, self._trouble = RETRY_S_MIN, ""
         self._weigh()
         log.info("kvpool: scheduler joined pool generation %d as client %d", welcome.generation, welcome.client)
-        again = self._table.pool_joined(int(welcome.settings.store_deadline_s * 1e9), now_ns=time.monotonic_ns())
+        again = self._table.pool_joined(
+            int(welcome.settings.store_deadline_s * 1e9),
+            now_ns=time.monotonic_ns(),
+            answer_deadline_ns=int(welcome.settings.answer_deadline_s * 1e9),
+        )
         for request, keys, priority in again:
             self._send_announce(request, 0, keys, priority)
 

@@ -6,10 +6,11 @@ telling changes. Flags belong to keys, not to requests, and are kept while some 
 
     lookup    flags != 0                                        Hit(device, resident)
               this engine is storing the key, not for too long  Later
-              its announcement is not answered yet, < 50 ms     Later
+              its announcement is not answered yet, < 50 ms *   Later
               else                                              Miss(why)
+                                                                * `answer_deadline_s`
 
-So no "later" is without an end: an unanswered announcement becomes a miss after ANSWER_NS, and a store in flight is
+So no "later" is without an end: an unanswered announcement becomes a miss after that time, and a store in flight is
 forgotten after the pool's store deadline plus a margin. After SILENT_MAX announcements in a row without an answer
 the pool counts as silent: everything is a miss at once, until it says anything.
 
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 from kvpool.errors import invariant
 from kvpool.wire.messages import RESIDENT, STORED, KeyState
 
-#: An announcement not answered by then is a miss.
+#: An announcement not answered by then is a miss, unless the pool says otherwise.
 ANSWER_NS = 50_000_000
 #: So many of those in a row, and the pool counts as silent.
 SILENT_MAX = 3
@@ -99,6 +100,7 @@ class AnnouncedRequests:
     def __init__(self) -> None:
         self._connected = False
         self._store_wait_ns = STORE_MARGIN_NS
+        self._answer_ns = ANSWER_NS
         self._silent = 0
         self._requests: dict[str, _Request] = {}
         #: Requests whose answer is awaited, in order of time.
@@ -169,12 +171,15 @@ class AnnouncedRequests:
 
     # ------------------------------------------------------------ the pool's side
 
-    def pool_joined(self, store_deadline_ns: int, *, now_ns: int) -> list[tuple[str, list[bytes], int]]:
+    def pool_joined(
+        self, store_deadline_ns: int, *, now_ns: int, answer_deadline_ns: int = ANSWER_NS
+    ) -> list[tuple[str, list[bytes], int]]:
         """The pool welcomed us: return what to announce (again), as (request, keys, priority)."""
         self._connected = True
         self._silent = 0
         self.changes += 1
         self._store_wait_ns = store_deadline_ns + STORE_MARGIN_NS
+        self._answer_ns = answer_deadline_ns
         for request, known in self._requests.items():
             known.unanswered = set(known.keys)
             self._await(request, known, now_ns)
@@ -280,7 +285,7 @@ class AnnouncedRequests:
     # ------------------------------------------------------------ inside
 
     def _await(self, request: str, known: _Request, now_ns: int) -> None:
-        known.until_ns, known.expired, known.heard = now_ns + ANSWER_NS, False, False
+        known.until_ns, known.expired, known.heard = now_ns + self._answer_ns, False, False
         self._waiting.pop(request, None)
         if self._connected and known.unanswered:
             self._waiting[request] = None

@@ -317,6 +317,7 @@ class Coordinator:
                 load_deadline_s=pool.load_deadline_s,
                 store_deadline_s=pool.store_deadline_s,
                 defer_backlog_s=pool.defer_backlog_s,
+                answer_deadline_s=pool.answer_deadline_s,
             ),
         )
 

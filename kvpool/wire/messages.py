@@ -111,6 +111,7 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     load_deadline_s: float
     store_deadline_s: float
     defer_backlog_s: float
+    answer_deadline_s: float = 0.05
 
 
 class Refused(Message):
