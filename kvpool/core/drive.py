@@ -4,7 +4,8 @@ How many operations a device has in flight, and which may start next.
 Theory. Reads and writes share one depth. Reads go first: while any load waits or runs, writes get
 at most a few places; otherwise the whole depth. Reads leave one place for a waiting write, so that
 stores are delayed by loads but never stopped (with a depth of one, writes use the pauses of reads).
-Opens are metadata operations and bounded apart (`loads.py`).
+Preloads' reads leave to waiting
+writes all the places that writes have beside loads. Opens are metadata operations and bounded apart (`loads.py`).
 
 Every operation has a number and, while it is with the kernel, a deadline. The end of an operation
 that nobody started is a bug of the shell.
@@ -62,6 +63,11 @@ class Drive:
         """Return whether a read may start now."""
         spare = 1 if self.iodepth > 1 and self.writes == 0 and self.writes_queued else 0
         return self.reads + self.writes + spare < self.iodepth
+
+    def may_preload(self) -> bool:
+        """Return whether a read of a preload may start now."""
+        spare = max(0, min(self.writes_queued, self.writes_beside_loads - self.writes, self.iodepth - 1))
+        return self.loads == 0 and self.reads + self.writes + spare < self.iodepth
 
     def may_write(self) -> bool:
         """Return whether a write may start now."""

@@ -16,6 +16,7 @@ from kvpool.errors import ProtocolError, invariant
 from kvpool.wire.messages import RESIDENT, STORED
 
 GROUP_BYTES = 4
+MISSING_MAX = 1 << 16
 
 
 def key_group(key: bytes) -> int:
@@ -56,10 +57,16 @@ class Namespace:
 
 
 class KeyIndex:
-    """The index of one device. Changes append TellKey to *actions*, the table's list for the current event."""
+    """
+    The index of one device. Changes append TellKey to *actions*, the table's list for the current event.
+
+    Attributes:
+        missing: Objects whose file was looked for and not found, the last MISSING_MAX: not read ahead until stored.
+    """
 
     def __init__(self) -> None:
         self.namespaces: dict[int, Namespace] = {}
+        self.missing: dict[ObjectId, None] = {}
 
     def add_namespace(self, namespace: int, rank_count: int, slot_bytes: dict[int, int]) -> None:
         """Open a namespace; opening it again must say the same."""
@@ -78,6 +85,7 @@ class KeyIndex:
         old = space.masks.get(key, 0)
         new = old | 1 << object_id.rank
         if new != old:
+            self.missing.pop(object_id, None)
             space.masks[key] = new
             if new == space.full:
                 actions.append(TellKey(namespace=space.namespace, key=key, flags=space.flags(key)))
@@ -91,6 +99,9 @@ class KeyIndex:
             space.masks[key] = left
         else:
             space.masks.pop(key, None)
+        self.missing[object_id] = None
+        if len(self.missing) > MISSING_MAX:
+            del self.missing[next(iter(self.missing))]
         actions.append(TellKey(namespace=space.namespace, key=key, flags=space.flags(key)))
 
     def stays(self, object_id: ObjectId, actions: list[Action]) -> None:
@@ -124,6 +135,7 @@ class KeyIndex:
 
     def validate(self) -> None:
         """Check that every mask is within its namespace and not empty."""
+        invariant(not any(self.has(object_id) for object_id in self.missing), "a file is known and missing")
         for space in self.namespaces.values():
             for key, mask in (*space.masks.items(), *space.staying.items()):
                 invariant(0 < mask <= space.full, "mask of a key is not one", key=key.hex(), mask=mask)

@@ -17,7 +17,8 @@ filling until it ends.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from kvpool.core.clients import Client, LoadJob, Waiter
 from kvpool.core.deadlines import Deadlines
@@ -38,9 +39,9 @@ from kvpool.core.residency import Residency
 from kvpool.core.slots import Slot, SlotPool, SlotStep
 from kvpool.errors import Code, ProtocolError, invariant
 
-
-def _join_nothing(_waiter: Waiter) -> bool:
-    return False
+if TYPE_CHECKING:
+    from kvpool.core.preloads import Preloads
+    from kvpool.core.stores import Stores
 
 
 class Loads:
@@ -53,9 +54,13 @@ class Loads:
         open_lookahead: Opens in flight plus files opened and not yet read, at most; at least one per slot size.
         queued, opening, opened: Reads in these phases, over all lanes.
         relieved: Clients with parked waiters that use less now.
-        join_store: Set by the table: lets a waiter wait for a store that is filling its object.
+        preload_reads: How many of *reads* are the preloads'.
+        stores, preloads: Set by the table.
         counts: Counters, shared with the table.
     """
+
+    stores: "Stores"
+    preloads: "Preloads"
 
     def __init__(
         self, *, open_lookahead: int, deadline_ns: int, index: KeyIndex, residency: Residency, drive: Drive,
@@ -73,7 +78,7 @@ class Loads:
         self.deadlines: Deadlines[Waiter] = Deadlines(deadline_ns, lambda waiter, due_ns: waiter.due_ns == due_ns)
         self.queued = self.opening = self.opened = 0
         self.relieved: list[tuple[Client, SlotPool]] = []
-        self.join_store: Callable[[Waiter], bool] = _join_nothing
+        self.preload_reads = 0
 
     def add_pool(self, pool: SlotPool) -> None:
         """Serve that slot size too."""
@@ -123,14 +128,17 @@ class Loads:
             return
         read = self.reads.get(waiter.object)
         if read is None:
-            if self.join_store(waiter):
+            if self.stores.join(waiter):
                 return
             read = Read(object=waiter.object, pool=waiter.pool, owner=waiter.job.client.client)
             self.reads[waiter.object] = read
             self.lane_of[waiter.pool].queued.push(read.owner, read)
             self.queued += 1
+            self.preloads.adopt(self.preloads.demands.get(waiter.object), read)
         elif read.phase is Phase.READING and not self.count(waiter):
             return
+        if read.preload:
+            self.preloads.hand_over(read)
         waiter.place = read
         read.waiters[waiter] = None
 
@@ -194,16 +202,24 @@ class Loads:
 
     def _unwanted(self, read: Read) -> None:
         lane = self.lane_of[read.pool]
-        if read.phase is Phase.QUEUED:
+        if read.preload:
+            if read.phase is Phase.OPENED:
+                self.preloads.close(read)
+        elif read.phase is Phase.QUEUED:
             lane.queued.discard(read.owner, read)
             self.queued -= 1
             del self.reads[read.object]
+            self.preloads.unread(read)
         elif read.phase is Phase.OPENED:
             self._take_opened(lane, read)
-            self._close(read)
+            self.close(read)
+            self.preloads.unread(read)
+        elif read.demand is not None:
+            self.preloads.take_over(read)
 
-    def _add_opened(self, lane: Lane, read: Read) -> None:
+    def add_opened(self, read: Read) -> None:
         """*read* waits for a slot and depth."""
+        lane = self.lane_of[read.pool]
         read.phase = Phase.OPENED
         lane.opened[read] = None
         lane.pool.wanted = len(lane.opened)
@@ -215,14 +231,21 @@ class Loads:
         lane.pool.wanted = len(lane.opened)
         self.opened -= 1
 
-    def _close(self, read: Read) -> None:
+    def close(self, read: Read) -> None:
+        """Give back a file that is open."""
         self.actions.append(CloseFile(op=read.op))
-        self._end(read)
+        self.end(read)
 
-    def _end(self, read: Read) -> None:
+    def end(self, read: Read) -> None:
+        """The read is over."""
         self.drive.end(read)
+        self._unlist(read)
+
+    def _unlist(self, read: Read) -> None:
+        """Nobody joins that read any more."""
         if self.reads.get(read.object) is read:
             del self.reads[read.object]
+            self.preload_reads -= read.preload
 
     def cancel(self, client: Client, job_number: int) -> None:
         """What is not answered of that job is not wanted any more, and gets no answer. An ended job has nothing."""
@@ -282,7 +305,7 @@ class Loads:
             self._start_reads(now_ns)
         if self.queued and (len(self.lanes) > 1 or self.opening + self.opened < self.open_lookahead):
             self._start_opens(now_ns)
-        self.drive.loads = len(self.reads)
+        self.drive.loads = len(self.reads) - self.preload_reads
 
     def _unpark(self) -> None:
         relieved, self.relieved = self.relieved, []
@@ -303,11 +326,18 @@ class Loads:
         while idle < len(lanes) and self.drive.may_read():
             lane = lanes[0]
             lanes.rotate(-1)
-            if lane.opened and lane.pool.free_for_loads():
+            if lane.opened and self._may_take(lane):
                 idle = 0
                 self._start_read(lane, now_ns)
             else:
                 idle += 1
+
+    def _may_take(self, lane: Lane) -> bool:
+        """Return whether the next read of *lane* can take a slot: its reserved one, a spare one, an admission's."""
+        demand, pool = next(iter(lane.opened)).demand, lane.pool
+        if (demand is not None and demand.reserved) or pool.free_for_loads():
+            return True
+        return pool.admitted > 0 and self.preloads.make_room(pool, len(lane.opened))
 
     def _start_read(self, lane: Lane, now_ns: int) -> None:
         read = next(iter(lane.opened))
@@ -316,8 +346,10 @@ class Loads:
             if not self.count(waiter):
                 del read.waiters[waiter]
         if not read.waiters:
-            self._close(read)
+            self.close(read)
+            self.preloads.unread(read)
             return
+        self.preloads.take_reservation(read)
         read.phase = Phase.READING
         read.slot = self.residency.take(lane.pool, read.object, by_store=False)
         self.drive.reads += 1
@@ -336,7 +368,7 @@ class Loads:
             idle += 1
             if not lane.queued or lane.places >= max(share, lane.pool.spare()):
                 continue
-            full = self.opening + self.opened >= places_max
+            full = self.preloads.places() >= places_max
             if full and (lane.places >= share or not self._give_back_one(share)):
                 continue
             idle = 0
@@ -371,18 +403,22 @@ class Loads:
         """An OpenFile ended."""
         read = self.drive.find(op, Read)
         invariant(read.phase is Phase.OPENING, "opened a file that was not to be opened", op=op)
-        lane = self.lane_of[read.pool]
-        lane.opening -= 1
-        self.opening -= 1
+        if read.preload:
+            self.preloads.opening -= 1
+        else:
+            self.lane_of[read.pool].opening -= 1
+            self.opening -= 1
         self.drive.pause(read)
         if error is not None:
             self._failed(read, error)
             return
         self.index.add(read.object, self.actions)
         if read.waiters:
-            self._add_opened(lane, read)
+            self.add_opened(read)
+        elif read.preload:
+            self.preloads.file_opened(read)
         else:
-            self._close(read)
+            self.close(read)
 
     def file_read(self, op: int, error: Code | None) -> None:
         """A ReadFile ended."""
@@ -399,8 +435,11 @@ class Loads:
             return
         self.counts["reads"] += 1
         self.counts["read_bytes"] += read.pool.slot_bytes
-        self._end(read)
+        self.end(read)
         self.residency.fill(slot, held=False)
+        if read.demand is not None:
+            slot.unread = read.preload
+            self.preloads.arrived(slot)
         for waiter in read.waiters:
             self.serve(waiter, slot)
         read.waiters.clear()
@@ -413,7 +452,8 @@ class Loads:
             self.actions.append(SetAside(object=read.object))
         if error in (Code.CORRUPT, Code.MISSING):
             self.index.remove(read.object, self.actions)
-        self._end(read)
+        self.end(read)
+        self.preloads.give_up(read)
         self._fail_waiters(read, error)
 
     def _fail_waiters(self, read: Read, error: Code) -> None:
@@ -425,12 +465,13 @@ class Loads:
 
     def read_late(self, read: Read) -> None:
         """An open or a read is past its deadline: its waiters fail, itself stays in flight."""
-        if self.reads.get(read.object) is read:
-            del self.reads[read.object]
+        self._unlist(read)
+        self.preloads.give_up(read)
         self._fail_waiters(read, Code.DEADLINE)
 
     def object_stored(self, slot: Slot) -> None:
         """A store made that object resident: whoever waits for a read of it has it now."""
+        self.preloads.arrived(slot)
         read = self.reads.get(slot.object) if slot.object is not None else None
         if read is None:
             return
@@ -457,7 +498,7 @@ class Loads:
                 invariant(bool(read.waiters), "a read nobody wants is not given back", object=read.object)
         running = [read for read in self.drive.ops.values() if isinstance(read, Read)]
         reading = sum(read.phase is Phase.READING for read in running)
-        opening = sum(read.phase is Phase.OPENING for read in running)
+        opening = sum(read.phase is Phase.OPENING and not read.preload for read in running)
         invariant(reading == self.drive.reads, "drive miscounts reads", reads=self.drive.reads)
         invariant(opening == sum(lane.opening for lane in self.lanes), "lanes miscount opens", opening=opening)
         invariant(opening == self.opening, "opens are miscounted", opening=opening, counted=self.opening)

@@ -3,14 +3,16 @@ The I/O worker's object table: the one door to everything that a device's worker
 
 Theory. The shell (`procs/io_worker.py`) tells facts, :meth:`ObjectTable.handle` returns what to do
 about them. An event first changes what it is about, then the pumps run: stores are decided, reads
-started, files opened, writes started, as far as slots and depth allow. So every freed slot and every
-ended operation is used at once, by whoever has the best right to it, and no event needs to know who
-waits. The costs of an event do not grow with what is waiting.
+started, files opened, preloads read where no load is in the way, writes started, as far as slots and
+depth allow. So every freed slot and every ended operation is used at once, by whoever has the best
+right to it, and no event needs to know who waits. The costs of an event do not grow with what is
+waiting.
 
     key_index.py     which keys the device has            loads.py         waiters, opens, reads
     slots.py         states and pools of slots            stores.py        offers, decisions, fills
     residency.py     which object is in which slot        writes.py        publishing
-    clients.py       ranks, their jobs, their caps        drive.py         the device's depth
+    clients.py       ranks, their jobs, their caps        preloads.py      admissions, reads ahead
+    cache.py         what idle objects stay               drive.py         the device's depth
 
 A message that no honest peer sends raises ProtocolError before anything is changed: the shell
 closes that peer. An event that the shell or the coordinator cannot have sent raises InvariantError.
@@ -40,6 +42,9 @@ from kvpool.core.object_events import (
     NamespaceAdded,
     ObjectId,
     ObjectPublished,
+    PreloadAsked,
+    PreloadCommitted,
+    PreloadWithdrawn,
     ReturnSegment,
     SegmentAdded,
     SegmentRecalled,
@@ -50,6 +55,7 @@ from kvpool.core.object_events import (
     TableSettings,
     TimePassed,
 )
+from kvpool.core.preloads import Preloads
 from kvpool.core.reads import Read
 from kvpool.core.residency import Residency, policy_named
 from kvpool.core.slots import Segment, SlotPool, SlotState
@@ -62,7 +68,8 @@ COUNTERS = (
     "loads_wanted", "loads_ready", "loads_failed", "loads_parked", "reads", "read_bytes", "read_errors", "corrupt",
     "stores_wanted", "keys_granted", "keys_existing", "keys_dropped", "keys_filled", "keys_stored", "keys_lost",
     "fills_late", "writes", "write_bytes", "write_errors", "writes_no_space", "ops_late", "foreign_ranks_found",
-    "cache_hits", "cache_evictions",
+    "cache_hits", "cache_evictions", "evicted_before_use", "preloads_asked", "preloads_reserved", "preloads_landed",
+    "preloads_revoked", "preloads_withdrawn", "preloads_given_up", "preload_reads", "preload_hits",
 )  # fmt: skip
 
 
@@ -106,7 +113,11 @@ class ObjectTable:
             index=self._index, residency=self._residency, loads=self._loads, writes=self._writes,
             actions=self._actions, counts=self._counts,
         )  # fmt: skip
-        self._loads.join_store = self._stores.join
+        self._preloads = Preloads(
+            index=self._index, residency=self._residency, drive=self._drive, loads=self._loads, stores=self._stores,
+            actions=self._actions, counts=self._counts,
+        )  # fmt: skip
+        self._loads.stores, self._loads.preloads = self._stores, self._preloads
         self._deadlines = (
             self._loads.deadlines, self._stores.decide_deadlines, self._stores.fill_deadlines,
             self._stores.offer_deadlines, self._drive.deadlines,
@@ -168,6 +179,9 @@ class ObjectTable:
             ClientProven: self._client_proven,
             DeviceChanged: self._device_changed,
             DrainStarted: self._drain_started,
+            PreloadAsked: lambda event: self._preloads.ask(event, self.pools),
+            PreloadCommitted: lambda event: self._preloads.commit(event.admission),
+            PreloadWithdrawn: lambda event: self._preloads.withdraw(event.admission),
             TimePassed: lambda _event: None,
         }
 
@@ -189,11 +203,12 @@ class ObjectTable:
 
     def _drain_started(self, _event: DrainStarted) -> None:
         self.draining = True
-        self._stores.accepting = False
+        self._stores.accepting = self._preloads.accepting = False
 
     def _device_changed(self, event: DeviceChanged) -> None:
         self.healthy = event.healthy
         self._stores.accepting = event.healthy and event.storing and not self.draining
+        self._preloads.accepting = event.healthy and not self.draining
         if not event.healthy:
             self._loads.fail_reads([client for client in self.clients.values() if not client.left], Code.READ_ERROR)
 
@@ -226,6 +241,7 @@ class ObjectTable:
         if not home.recalled:
             home.pool.recall_segment(home)
             self._residency.leave_segment(home)
+            self._preloads.shrink(home.pool)
 
     def _client_joined(self, event: ClientJoined) -> None:
         invariant(event.client not in self.clients, "a client joined twice", client=event.client)
@@ -295,6 +311,8 @@ class ObjectTable:
     def _pump(self, now_ns: int) -> None:
         self._stores.pump(now_ns)
         self._loads.pump(now_ns)
+        if self._preloads.ready or self._preloads.opened:
+            self._preloads.pump(now_ns)
         if self._writes.queue:
             self._writes.pump(now_ns)
         for home in self._emptied:
@@ -320,11 +338,14 @@ class ObjectTable:
             **self._counts,
             **{f"slots_{state.value}": states[state] for state in SlotState},
             "slots_cached": sum(pool.cached() for pool in self.pools.values()),
+            "slots_reserved": sum(pool.reserved for pool in self.pools.values()),
+            "slots_admitted": sum(pool.admitted for pool in self.pools.values()),
+            "admissions": len(self._preloads.admissions),
             "slots_by_store": sum(pool.store_held for pool in self.pools.values()),
             "loads_waiting": sum(len(job.waiting) for client in self.clients.values() for job in client.loads.values()),
             "opens_queued": sum(len(lane.queued) for lane in lanes),
-            "opens_inflight": sum(lane.opening for lane in lanes),
-            "files_open": sum(len(lane.opened) for lane in lanes),
+            "opens_inflight": self._loads.opening + self._preloads.opening,
+            "files_open": self._loads.opened + len(self._preloads.opened),
             "reads_inflight": self._drive.reads,
             "writes_queued": len(self._writes.queue),
             "writes_inflight": self._drive.writes,
@@ -346,6 +367,7 @@ class ObjectTable:
         self._loads.validate()
         self._stores.validate()
         self._writes.validate()
+        self._preloads.validate()
         for client in self.clients.values():
             client.validate()
         invariant(not self._emptied, "an empty recalled segment was not returned")

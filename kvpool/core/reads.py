@@ -7,17 +7,22 @@ Theory. A read belongs to an object, not to whoever wants it:
        └──────────── last waiter gone: forgotten, an open file is given back ───────────┘ (not READING)
 
 Only while OPENING or READING is it with the kernel and cannot be taken back; it may be without
-waiters then, and whoever wants the object meanwhile joins it. `loads.py` moves it on.
+waiters then, and whoever wants the object meanwhile joins it. A read belongs to the loads
+(`loads.py`) or, while it has no waiter but a demand, to the preloads (`preloads.py`).
 """
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Union
 
 from kvpool.core.clients import Waiter
 from kvpool.core.drive import Operation
 from kvpool.core.fair_queue import FairQueue
 from kvpool.core.object_events import ObjectId
 from kvpool.core.slots import Slot, SlotPool
+
+if TYPE_CHECKING:
+    from kvpool.core.demands import Demand
 
 
 class Phase(enum.Enum):
@@ -38,6 +43,8 @@ class Read(Operation):
         owner: The client whose turn it takes.
         waiters: Who is answered when it ends; may be empty while OPENING or READING.
         slot: Where to; set while READING.
+        demand: The demand of admissions that it serves, if any.
+        preload: It is counted among the preloads' reads.
     """
 
     object: ObjectId
@@ -46,6 +53,8 @@ class Read(Operation):
     waiters: dict[Waiter, None] = field(default_factory=dict)
     phase: Phase = Phase.QUEUED
     slot: Slot | None = None
+    demand: Union["Demand", None] = None
+    preload: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -1,11 +1,11 @@
 """
 Which object's bytes are in which slot, and until when.
 
-Theory. A resident object is pinned by every Ready that is not released, and held while it is to be
-published. When the last of these ends it is *idle*: the cache keeps it as long as nobody needs its
-slot; without a cache its slot is free at once, or quarantined where a departed client may still be
-reading it. `objects` names the slot that new loads get; an older slot with the same object (a read
-that a store overtook) serves its pins and goes.
+Theory. A resident object is pinned by every Ready that is not released, held while it is to be
+published, and admitted while a preload protects it. When the last of these ends it is *idle*: the
+cache keeps it as long as nobody needs its slot; without a cache its slot is free at once, or
+quarantined where a departed client may still be reading it. `objects` names the slot that new loads
+get; an older slot with the same object (a read that a store overtook) serves its pins and goes.
 
 The bytes of a resident slot never change, so a departed reader does not keep anybody else from
 using them; it only keeps the slot from being filled anew.
@@ -54,7 +54,7 @@ class Residency:
     def take(self, pool: SlotPool, object_id: ObjectId, *, by_store: bool) -> Slot:
         """Take a slot for that object, a cached one if none is free; the caller has checked that one is spare."""
         past = pool.cache.recall(object_id) if pool.cache is not None else Past.UNKNOWN
-        if not pool.free:
+        if len(pool.free) <= pool.reserved:
             self._evict(pool, past)
         slot = pool.take(object_id, by_store=by_store)
         slot.past = past
@@ -86,8 +86,12 @@ class Residency:
         if slot.cached:
             self.counts["cache_hits"] += 1
             self._take_from_cache(slot)
+        if slot.unread:
+            self.counts["preload_hits"] += 1
+            slot.unread = False
         slot.pins += 1
         slot.uses += 1
+        self._recount(slot)
         job.pinned[index] = slot
         self.actions.append(SendReady(client=job.client.client, job=job.job, index=index, slot=slot.ref))
 
@@ -101,29 +105,58 @@ class Residency:
         slot.held = False
         slot.lost = lost
         slot.pool.end_store_hold(slot)
-        if slot.object is not None and (lost or slot.pool.cache is None):
-            self.index.goes(slot.object, self.actions)
+        self._may_go(slot)
         self.settle(slot)
+
+    def admit(self, slot: Slot) -> None:
+        """An admission protects that object."""
+        if slot.cached:
+            self._take_from_cache(slot)
+        slot.admitted = True
+        self._recount(slot)
+        if slot.object is not None:
+            self.index.stays(slot.object, self.actions)
+
+    def dismiss(self, slot: Slot) -> None:
+        """No admission protects it any more: it may go."""
+        slot.admitted = False
+        self._may_go(slot)
+        self.settle(slot)
+
+    def _may_go(self, slot: Slot) -> None:
+        """Where the cache will not keep a slot's object, it is not told to stay because somebody still reads it."""
+        if slot.held or slot.admitted or slot.object is None or self.objects.get(slot.object) is not slot:
+            return
+        if slot.lost or slot.pool.cache is None:
+            self.index.goes(slot.object, self.actions)
+
+    def _recount(self, slot: Slot) -> None:
+        loose = slot.admitted and not (slot.pins or slot.held or slot.ghosts or slot.home.recalled)
+        if loose != slot.loose:
+            slot.loose = loose
+            slot.pool.loose += 1 if loose else -1
 
     def settle(self, slot: Slot) -> None:
         """Keep a resident slot that nobody needs as cache, or let it go."""
         object_id = slot.object
-        if slot.pins or slot.held or object_id is None:
+        self._recount(slot)
+        if slot.pins or slot.held or slot.admitted or object_id is None:
             return
         if self.objects.get(object_id) is slot:
             if self._keep(slot, object_id):
                 return
             del self.objects[object_id]
             self.index.goes(object_id, self.actions)
+        self.counts["evicted_before_use"] += slot.unread
         slot.step(SlotStep.ABANDON if slot.ghosts else SlotStep.DROP)
 
     # ------------------------------------------------------------ cache
 
     def _keep(self, slot: Slot, object_id: ObjectId) -> bool:
         pool, cache = slot.pool, slot.pool.cache
-        if cache is None or slot.ghosts or slot.lost or slot.home.recalled or not pool.above_floor():
+        if cache is None or slot.ghosts or slot.lost or slot.home.recalled or not pool.cache_room():
             return False
-        while len(cache) >= pool.above_floor():
+        while len(cache) >= pool.cache_room():
             self._evict(pool, slot.past)
         cache.add(object_id, often=slot.uses > 1 or slot.past is not Past.UNKNOWN)
         slot.cached = True
@@ -151,6 +184,7 @@ class Residency:
         if cache is None or object_id is None:
             unreachable("a slot is dropped that is not cached", slot=slot.ref)
         self.counts["cache_evictions"] += 1
+        self.counts["evicted_before_use"] += slot.unread
         cache.drop(object_id)
         slot.cached = False
         del self.objects[object_id]
@@ -158,12 +192,15 @@ class Residency:
         slot.step(SlotStep.DROP)
 
     def leave_segment(self, home: Segment) -> None:
-        """That segment is recalled: cache leaves it, and leaves the floor of what remains."""
-        pool = home.pool
+        """That segment is recalled: cache leaves it."""
         for slot in home.slots:
+            self._recount(slot)
             if slot.cached:
                 self._drop(slot)
-        while pool.cached() > pool.above_floor():
+
+    def make_way(self, pool: SlotPool) -> None:
+        """Cache leaves the slots that are reserved, and the floor."""
+        while pool.cached() and (len(pool.free) < pool.reserved or pool.cached() > pool.cache_room()):
             self._evict(pool, Past.UNKNOWN)
 
     # ------------------------------------------------------------ clients depart
@@ -182,6 +219,7 @@ class Residency:
         """No copy of *client* runs any more."""
         for slot in client.ghosts:
             slot.ghosts -= 1
+            self._recount(slot)
             if slot.state is SlotState.QUARANTINED and slot.ghosts == 0:
                 slot.step(SlotStep.PROVE)
         client.ghosts.clear()
@@ -191,7 +229,7 @@ class Residency:
     def validate(self, slots: Iterable[Slot]) -> None:
         """Check that every resident object's slot holds it, that what stays is found, and is told to stay."""
         for slot in slots:
-            if slot.object is not None and (slot.held or slot.cached):
+            if slot.object is not None and (slot.held or slot.cached or slot.admitted):
                 invariant(self.objects.get(slot.object) is slot, "an object that stays is not found", slot=slot.ref)
                 mask = self.index.namespaces[slot.object.namespace].staying.get(slot.object.key, 0)
                 invariant(bool(mask >> slot.object.rank & 1), "an object stays and is not counted", slot=slot.ref)
@@ -204,4 +242,6 @@ class Residency:
                     found = self.objects.get(ObjectId(space.namespace, key, rank))
                     invariant(not mask >> rank & 1 or found is not None, "an absent object is told to stay", rank=rank)
                     if found is not None and mask >> rank & 1 and found.pool.cache is None:
-                        invariant(found.held, "an object is told to stay and does not", slot=found.ref)
+                        invariant(
+                            found.held or found.admitted, "an object is told to stay and does not", slot=found.ref
+                        )

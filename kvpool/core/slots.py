@@ -8,16 +8,17 @@ touch the bytes of a slot follows from its state alone:
     filling      one writer: the kernel (a read) or a rank (a store). A slot whose waiters gave up
                  while the writer still runs stays filling: it is draining, never free.
     resident     readers only: `pins` of live clients, `ghosts` of departed ones; or it stays without
-                 any: `held` while it is to be written to disk, `cached` while nobody needs the slot
+                 any: `held` while it is to be written to disk, `admitted` while a waiting request's
+                 preload protects it, `cached` while nobody needs the slot
     quarantined  a departed client may still write to it or read from it; nobody else may
 
 A slot leaves "filling" and "quarantined", and loses its last reader, only on proof: the operation's
 completion, the rank's own word, or the word that a departed rank's copies have ended. TRANSITIONS is
 the whole truth about that; a missing cell is a bug and raises InvariantError.
 
-Of each size, the first `iodepth + FLOOR_SLOTS` slots are not for cache: its floor. A pool that has no
-more slots than that caches nothing. Cached objects cost no slot that anybody needs: what is *spare*, to
-loads and stores alike, is what is free and what is cached.
+Of each size, the first `iodepth + FLOOR_SLOTS` slots are not for preloads and cache: the floor. A pool
+that has no more slots than that preloads and caches nothing. Cached objects cost no slot that anybody
+needs: what is *spare*, to loads and stores alike, is what is free and not reserved, and what is cached.
 
 A segment that is recalled gives no slot any more; when its last slot is free it is returned. Slot
 sizes never mix: each size has its pool, so one model's slots cannot starve another's.
@@ -32,7 +33,7 @@ from kvpool.core.cache import CachePolicy, Past
 from kvpool.core.object_events import ObjectId, SlotRef
 from kvpool.errors import invariant, unreachable
 
-#: Slots of each size beyond iodepth that cache never gets: copies out of them go on while reads fill the others.
+#: Slots of each size beyond iodepth that preloads and cache never get: copied out of while reads fill the others.
 FLOOR_SLOTS = 4
 
 
@@ -113,9 +114,12 @@ class Slot:
         pins: Live clients' Ready answers that are not released yet.
         ghosts: Uses by departed clients that are not proven to have ended.
         held: The object stays without any pin: it is still to be published.
+        admitted: An admission protects it.
+        loose: It is counted in `SlotPool.loose`.
         cached: Only the cache keeps it, and its policy knows it as idle.
         lost: The object could not be published: it is not kept as cache.
         uses: How often the object was stored into, or answered out of, this slot.
+        unread: It was read ahead and not asked for since.
         past: What the cache remembered of the object when the slot was taken for it.
         by_store: Taken by a store, counted in `SlotPool.store_held` until the object is published.
     """
@@ -127,9 +131,12 @@ class Slot:
     pins: int = 0
     ghosts: int = 0
     held: bool = False
+    admitted: bool = False
+    loose: bool = False
     cached: bool = False
     lost: bool = False
     uses: int = 0
+    unread: bool = False
     past: Past = Past.UNKNOWN
     by_store: bool = False
 
@@ -144,8 +151,9 @@ class Slot:
             invariant(self.ghosts == 0, "a slot with unproven users became free", slot=self.ref, ghosts=self.ghosts)
             invariant(not self.held, "a held slot became free", slot=self.ref)
             invariant(not self.cached, "a cached slot became free", slot=self.ref)
+            invariant(not self.admitted, "an admitted slot became free", slot=self.ref)
             self.object = None
-            self.lost = False
+            self.lost = self.unread = False
             self.uses = 0
             self.home.pool.take_back(self)
 
@@ -167,6 +175,9 @@ class SlotPool:
         free: Free slots of segments that are not recalled; last freed is first used.
         total: Slots of segments that are not recalled, in any state.
         store_held: Slots with `by_store`, also those of recalled segments.
+        reserved: Free slots that admissions have for objects still to be read.
+        admitted: Objects of this size that admissions want: reserved, coming or landed.
+        loose: Landed ones that nobody else uses, in segments that are not recalled.
         saved: Free slots that loads leave for a store now, so that stores are not starved.
         wanted: Opened reads that wait for a slot of this size.
         engines: Clients attached per engine that use this size.
@@ -181,6 +192,9 @@ class SlotPool:
     segments: dict[int, Segment] = field(default_factory=dict)
     total: int = 0
     store_held: int = 0
+    reserved: int = 0
+    admitted: int = 0
+    loose: int = 0
     saved: int = 0
     wanted: int = 0
     engines: dict[str, int] = field(default_factory=dict)
@@ -237,14 +251,15 @@ class SlotPool:
         Return how many slots stores may hold together.
 
         All but a reserve for loads of min(iodepth, half the slots), but at least *rank_count*
-        where the pool has as many, so that one key at a time can always be stored.
+        where the pool has as many, so that one key at a time can always be stored. What is admitted
+        is not theirs, and must not leave loads without that reserve.
         """
         reserve = min(self.iodepth, self.total // 2)
-        return max(self.total - reserve, min(rank_count, self.total))
+        return max(self.total - reserve - self.admitted, min(rank_count, self.total))
 
     def spare(self) -> int:
-        """Return how many slots nobody needs: the free and the cached ones."""
-        return len(self.free) + self.cached()
+        """Return how many slots nobody needs: the free ones that are not reserved, and the cached ones."""
+        return len(self.free) - self.reserved + self.cached()
 
     def cached(self) -> int:
         """Return how many slots only the cache keeps."""
@@ -255,8 +270,12 @@ class SlotPool:
         return max(0, self.spare() - self.saved)
 
     def above_floor(self) -> int:
-        """Return how many slots cache may have."""
+        """Return how many slots preloads and cache may have."""
         return max(0, self.total - self.iodepth - FLOOR_SLOTS)
+
+    def cache_room(self) -> int:
+        """Return how many slots cache may have beside what is admitted."""
+        return max(0, self.above_floor() - self.admitted)
 
     def _resize_cache(self) -> None:
         if self.cache is not None:
@@ -270,13 +289,14 @@ class SlotPool:
         """Check that counts and lists agree with the slots' states."""
         free = {id(slot) for slot in self.free}
         invariant(len(free) == len(self.free), "a slot is twice in the free list", slot_bytes=self.slot_bytes)
-        total = store_held = free_seen = cached = 0
+        total = store_held = free_seen = cached = loose = 0
         for home in self.segments.values():
             in_use = 0
             for slot in home.slots:
                 in_use += slot.state is not SlotState.FREE
                 store_held += slot.by_store
                 cached += slot.cached
+                loose += slot.loose
                 free_seen += id(slot) in free
                 _validate_slot(slot, listed=id(slot) in free)
             invariant(home.in_use == in_use, "segment miscounts its used slots", segment=home.segment)
@@ -285,7 +305,10 @@ class SlotPool:
         invariant(self.total == total, "pool miscounts its slots", total=self.total, counted=total)
         invariant(self.store_held == store_held, "pool miscounts stores' slots", slot_bytes=self.slot_bytes)
         invariant(cached == self.cached(), "the cache's policy miscounts its objects", cached=cached)
-        invariant(cached <= self.above_floor(), "the cache is in the floor", cached=cached, total=self.total)
+        invariant(cached <= self.cache_room(), "the cache is in the floor", cached=cached, total=self.total)
+        invariant(self.admitted <= self.above_floor(), "preloads are in the floor", admitted=self.admitted)
+        invariant(len(self.free) >= self.reserved, "a reserved slot is not free", reserved=self.reserved)
+        invariant(self.loose == loose, "pool miscounts its loose slots", loose=self.loose, counted=loose)
         if self.cache is not None:
             self.cache.validate()
 
@@ -300,7 +323,10 @@ def _validate_slot(slot: Slot, *, listed: bool) -> None:
     invariant(slot.ghosts == 0 or state in _GHOSTLY, "a departed user of a slot in that state", slot=slot.ref)
     invariant(slot.ghosts > 0 or state is not SlotState.QUARANTINED, "quarantined for nobody", slot=slot.ref)
     invariant(not slot.cached or state is SlotState.RESIDENT, "cached outside of resident", slot=slot.ref)
-    users = slot.pins + slot.ghosts + slot.held
+    invariant(not slot.admitted or state is SlotState.RESIDENT, "admitted outside of resident", slot=slot.ref)
+    loose = slot.admitted and not (slot.pins or slot.held or slot.ghosts or slot.home.recalled)
+    invariant(slot.loose == loose, "a slot is wrongly counted as loose", slot=slot.ref)
+    users = slot.pins + slot.ghosts + slot.held + slot.admitted
     invariant(users == 0 or not slot.cached, "a cached slot is in use", slot=slot.ref)
     invariant(not slot.cached or not slot.home.recalled, "a recalled segment's slot is cached", slot=slot.ref)
     used = users + slot.cached

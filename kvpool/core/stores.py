@@ -289,6 +289,7 @@ class Stores:
 
     def _drop_slots(self, store_key: StoreKey) -> None:
         self._end_filling(store_key)
+        self.loads.preloads.store_dropped(store_key)
         for rank, slot in enumerate(store_key.slots):
             written_to = store_key.told & ~store_key.filled
             if not written_to >> rank & 1:
@@ -373,6 +374,10 @@ class Stores:
                 self._answer(store_key, other, ask)
                 ask.job.maybe_forget()
         self._maybe_forget(store_key)
+
+    def brings(self, object_id: ObjectId) -> bool:
+        """Return whether that object is being filled."""
+        return (object_id.namespace, object_id.key) in self.filling
 
     def join(self, waiter: Waiter) -> bool:
         """Let a load wait for the fill of its object, if there is one and no file."""

@@ -27,6 +27,9 @@ from kvpool.core.object_events import (
     ObjectId,
     ObjectPublished,
     OpenFile,
+    PreloadAsked,
+    PreloadCommitted,
+    PreloadWithdrawn,
     PublishObject,
     ReadFile,
     ReturnSegment,
@@ -36,6 +39,9 @@ from kvpool.core.object_events import (
     SendExists,
     SendGranted,
     SendLoadFailed,
+    SendPreloadAnswer,
+    SendPreloadLanded,
+    SendPreloadRevoked,
     SendReady,
     SetAside,
     SlotRef,
@@ -53,6 +59,8 @@ from kvpool.errors import Code
 from kvpool.wire.messages import RESIDENT, STORED
 
 TORN = "torn"
+#: States of an admission that has its slots.
+LIVE = ("reserved", "committed", "landed")
 CORRUPT = "corrupt"
 
 SETTINGS = TableSettings(
@@ -106,6 +114,17 @@ class Offer:
     asked_by: set[int] = field(default_factory=set)
 
 
+@dataclass
+class Admission:
+    """Keys that the coordinator wants to be read ahead; *failed* are objects whose open, read or store failed since."""
+
+    admission: int
+    objects: list[ObjectId]
+    place: tuple[int, int, int]
+    state: str = "asked"
+    failed: set[ObjectId] = field(default_factory=set)
+
+
 class World:
     """The table and everything around it."""
 
@@ -115,6 +134,7 @@ class World:
         self.now_ns = 1
         self.ranks: dict[int, Rank] = {}
         self.offers: list[Offer] = []
+        self.admissions: dict[int, Admission] = {}
         self.segments: dict[int, tuple[int, int]] = {}
         self.recalled: set[int] = set()
         self.files: dict[ObjectId, object] = {}
@@ -127,6 +147,8 @@ class World:
         self.publishing: dict[int, tuple[ObjectId, SlotRef]] = {}
         self.status: dict[tuple[int, int, int], str] = {}
         self.flags: dict[tuple[int, bytes], int] = {}
+        self.started: dict[int, int] = {}
+        self.missing: set[ObjectId] = set()
         self.store_ends: dict[tuple[str, bytes], list[bool]] = defaultdict(list)
         self.answers: dict[str, int] = defaultdict(int)
         self.log: list[list[Action]] = []
@@ -149,6 +171,7 @@ class World:
         self._check_bounds()
         self._check_told(actions)
         self._check_resident()
+        self._check_preloads(event, actions)
         return actions
 
     # ------------------------------------------------------------ the table's actions
@@ -159,6 +182,7 @@ class World:
             case OpenFile(op=op, object=object_id):
                 self._new_op(op)
                 self.opening[op] = object_id
+                self.started[op] = self.now_ns
             case ReadFile(op=op, object=object_id, slot=slot):
                 known, content = self.opened.pop(op)
                 assert known == object_id
@@ -166,6 +190,7 @@ class World:
                 self._hand_out(slot, object_id)
                 self.writers[slot].add(("kernel", op))
                 self.reading[op] = (object_id, slot, content)
+                self.started[op] = self.now_ns
             case CloseFile(op=op):
                 del self.opened[op]
             case PublishObject(op=op, object=object_id, slot=slot):
@@ -194,8 +219,24 @@ class World:
             case TellStoreEnded(engine=engine, key=key, kept=kept):
                 assert kept == bool(self.flags.get((ENGINES[engine], key), 0))
                 self.store_ends[engine, key].append(kept)
+                if not kept:
+                    self._failed(*(ObjectId(ENGINES[engine], key, rank) for rank in range(2)))
             case ReturnSegment(segment=segment):
                 self._segment_returned(segment)
+            case SendPreloadAnswer() | SendPreloadLanded() | SendPreloadRevoked():
+                self._admission_told(action)
+
+    def _admission_told(self, action: SendPreloadAnswer | SendPreloadLanded | SendPreloadRevoked) -> None:
+        admission = self.admissions[action.admission]
+        match action:
+            case SendPreloadAnswer(reserved=reserved):
+                before, after = ("asked",), "reserved" if reserved else "refused"
+            case SendPreloadLanded():
+                before, after = ("committed",), "landed"
+            case SendPreloadRevoked():
+                before, after = LIVE, "revoked"
+        assert admission.state in before, "an admission is told what cannot be"
+        admission.state = after
 
     def _new_op(self, op: int) -> None:
         known = (self.opening, self.opened, self.reading, self.publishing)
@@ -245,6 +286,50 @@ class World:
             if flags & RESIDENT:
                 objects = {ObjectId(namespace, key, rank) for rank in range(NAMESPACES[namespace][0])}
                 assert objects <= whole, "a key is told to be resident and is not"
+
+    def _check_preloads(self, event: Event, actions: list[Action]) -> None:
+        """Whole admissions, in their order, out of the way of loads, and taken by loads only."""
+        asked = self._asked_objects()
+        running = [
+            *self.opening.values(), *(o for o, _ in self.opened.values()), *(o for o, _, _ in self.reading.values())
+        ]  # fmt: skip
+        if any(object_id in asked for object_id in running):
+            ahead = [a.object for a in actions if isinstance(a, OpenFile | ReadFile) and a.object not in asked]
+            assert ahead == [], "a preload began in the way of a load"
+            assert {object_id for object_id, _ in self.opened.values()} <= asked, "an opened file was not given back"
+        revoked = [a.admission for a in actions if isinstance(a, SendPreloadRevoked)]
+        assert not revoked or asked or isinstance(event, SegmentRecalled), "taken by nobody with the right to"
+        for op, object_id in (*self.opening.items(), *((op, o) for op, (o, _, _) in self.reading.items())):
+            if self.now_ns - self.started[op] >= self.settings.op_deadline_ns:
+                self._failed(object_id)
+        live = [a for a in self.admissions.values() if a.state in LIVE and not a.failed.issuperset(a.objects)]
+        last = max((a.place for a in live), default=None)
+        assert not revoked or self._sizes_differ() or last is None or all(
+            last < self.admissions[number].place for number in revoked
+        ), "an admission was taken before one behind it"  # fmt: skip
+        whole = {content for slot, content in self.contents.items() if slot.segment in self.segments}
+        for admission in self.admissions.values():
+            if admission.state == "landed":
+                assert set(admission.objects) - admission.failed <= whole, "a landed object was lost"
+
+    def _sizes_differ(self) -> bool:
+        return len({o.key[-1] for a in self.admissions.values() for o in a.objects}) > 1
+
+    def _asked_objects(self) -> set[ObjectId]:
+        """Return what loads wait for, less what they wait for because their rank is at its cap."""
+        asked = set()
+        for (client, job, index), status in self.status.items():
+            rank = self.ranks[client]
+            if status == "asked" and rank.jobs[job] == "load":
+                known = self.table.clients[client]
+                parked = {(w.job.job, w.index) for queue in known.parked.values() for w in queue}
+                if (job, index) not in parked:
+                    asked.add(rank.object_of(job, index))
+        return asked
+
+    def _failed(self, *objects: ObjectId) -> None:
+        for admission in self.admissions.values():
+            admission.failed.update(set(objects) & set(admission.objects))
 
     # ------------------------------------------------------------ what ranks do
 
@@ -350,6 +435,29 @@ class World:
 
     # ------------------------------------------------------------ what the device and the coordinator do
 
+    def admit(self, namespace: int, keys: list[bytes], priority: int = 0) -> Admission:
+        """Ask for slots for these keys' objects."""
+        number = self.number()
+        objects = [ObjectId(namespace, key, rank) for key in keys for rank in range(NAMESPACES[namespace][0])]
+        made = self.admissions[number] = Admission(number, objects, (priority, number, number))
+        made.failed.update(o for o in objects if o in self.missing)
+        actions = self.do(
+            PreloadAsked(admission=number, namespace=namespace, keys=keys, priority=priority, arrival=number)
+        )
+        assert 1 == sum(isinstance(action, SendPreloadAnswer) for action in actions)
+        return made
+
+    def commit(self, admission: Admission) -> list[Action]:
+        """Every device has reserved; perhaps a load has taken it meanwhile."""
+        if admission.state == "reserved":
+            admission.state = "committed"
+        return self.do(PreloadCommitted(admission=admission.admission))
+
+    def withdraw(self, admission: Admission) -> list[Action]:
+        """Nobody wants it any more; perhaps a load has taken it meanwhile."""
+        admission.state = "withdrawn"
+        return self.do(PreloadWithdrawn(admission=admission.admission))
+
     def add_segment(self, slot_bytes: int, slot_count: int) -> int:
         """Grant staging."""
         segment = self.number()
@@ -369,6 +477,10 @@ class World:
             error = Code.MISSING
         if error is None:
             self.opened[op] = (object_id, self.files[object_id])
+        else:
+            self._failed(object_id)
+        if error is Code.MISSING:
+            self.missing.add(object_id)
         actions = self.do(FileOpened(op=op, error=error))
         assert error is not Code.MISSING or not self.flags[object_id.namespace, object_id.key] & STORED
         return actions
@@ -382,6 +494,10 @@ class World:
             error = Code.CORRUPT
         if error is None:
             self.contents[slot] = content
+        else:
+            self._failed(object_id)
+        if error is Code.CORRUPT:
+            self.missing.add(object_id)
         return self.do(FileRead(op=op, error=error))
 
     def end_publish(self, op: int, error: Code | None = None) -> list[Action]:
@@ -391,11 +507,13 @@ class World:
         self.readers[slot].remove(("kernel", op))
         if error is None:
             self.files.setdefault(object_id, object_id)
+            self.missing.discard(object_id)
         return self.do(ObjectPublished(op=op, error=error))
 
     def find_files(self, objects: list[ObjectId]) -> None:
         """The scan tells files; they may be gone again meanwhile."""
         for object_id in objects:
+            self.missing.discard(object_id)
             self.do(KeysFound(namespace=object_id.namespace, rank=object_id.rank, keys=[object_id.key]))
 
     def pass_time(self, nanoseconds: int) -> list[Action]:
@@ -440,6 +558,11 @@ class World:
         self.quiesce()
         waiting = [where for where, status in self.status.items() if status == "asked" and self._has_slots(where)]
         assert waiting == [], "a wait that nothing would have ended but its deadline"
+        if not [status for status in self.status.values() if status == "asked"]:
+            assert [] == [a for a in self.admissions.values() if a.state == "committed"], "a preload that never lands"
+        for admission in list(self.admissions.values()):
+            if admission.state in LIVE:
+                self.withdraw(admission)
         self.pass_time(self.settings.load_deadline_ns + 1)
         self.pass_time(self.settings.fill_deadline_ns + self.settings.store_deadline_ns + 1)
         self._check_settled()
@@ -469,6 +592,8 @@ class World:
         assert [where for where, status in self.status.items() if status == "asked"] == []
         statistics = self.table.statistics()
         for name in ("slots_filling", "slots_quarantined", "loads_waiting", "keys_filling"):
+            assert statistics[name] == 0, name
+        for name in ("admissions", "slots_admitted", "slots_reserved", "files_open", "opens_inflight"):
             assert statistics[name] == 0, name
         assert statistics["offers"] == 0
         cached = statistics["slots_cached"]

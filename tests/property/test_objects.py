@@ -17,7 +17,7 @@ from kvpool.core.object_events import (
     TimePassed,
 )
 from kvpool.errors import Code, ProtocolError
-from tests.property.object_world import CORRUPT, ENGINES, NAMESPACES, SETTINGS, Rank, World, key_of
+from tests.property.object_world import CORRUPT, ENGINES, LIVE, NAMESPACES, SETTINGS, Rank, World, key_of
 
 picks = st.integers(min_value=0, max_value=2**16)
 numbers = st.lists(st.integers(min_value=0, max_value=7), min_size=1, max_size=6)
@@ -188,6 +188,34 @@ class ObjectTableMachine(RuleBasedStateMachine):
             assert world.table.statistics() == before
             world.table.validate()
 
+    @rule(engine=st.sampled_from(["a", "a", "c"]), chosen=numbers, group=groups, priority=st.sampled_from([0, 0, 1]))
+    def admit(self, engine: str, chosen: list[int], group: int, priority: int) -> None:
+        self.world.admit(ENGINES[engine], keys_for(engine, chosen[:3], group), priority)
+
+    @precondition(lambda self: any(a.state == "reserved" for a in self.world.admissions.values()))
+    @rule(pick=picks)
+    def commit(self, pick: int) -> None:
+        reserved = [a for a in self.world.admissions.values() if a.state == "reserved"]
+        self.world.commit(reserved[pick % len(reserved)])
+
+    @precondition(lambda self: self.world.admissions)
+    @rule(pick=picks)
+    def withdraw(self, pick: int) -> None:
+        admissions = list(self.world.admissions.values())
+        live = [a for a in admissions if a.state in LIVE]
+        self.world.withdraw(live[pick % len(live)] if live and pick % 8 else admissions[pick % len(admissions)])
+
+    @precondition(lambda self: self.world.live() and any(a.state in LIVE for a in self.world.admissions.values()))
+    @rule(pick=picks)
+    def load_admitted(self, pick: int) -> None:
+        """A request starts whose objects are read ahead."""
+        rank = self.pick_rank(pick)
+        admitted = [a for a in self.world.admissions.values() if a.state in LIVE]
+        objects = admitted[pick % len(admitted)].objects
+        keys = [o.key for o in objects if (o.namespace, o.rank) == (rank.namespace, rank.rank)]
+        if keys:
+            self.world.load(rank, keys)
+
     def teardown(self) -> None:
         self.world.settle()
 
@@ -216,6 +244,13 @@ def nonsense_of(rank: Rank) -> list[object]:
     return events
 
 
+class RoomyMachine(ObjectTableMachine):
+    """The same with slots above the floor, so that preloads get some."""
+
+    def __init__(self) -> None:
+        super().__init__(replace(SETTINGS, iodepth=2), slots=13)
+
+
 class LruMachine(ObjectTableMachine):
     """The same with a cache."""
 
@@ -231,9 +266,12 @@ class ArcMachine(ObjectTableMachine):
 
 
 TestObjectTable = ObjectTableMachine.TestCase
+TestObjectTableRoomy = RoomyMachine.TestCase
 TestObjectTableLru = LruMachine.TestCase
 TestObjectTableArc = ArcMachine.TestCase
-for case, examples in ((TestObjectTable, 60), (TestObjectTableLru, 25), (TestObjectTableArc, 25)):
+for case, examples in (
+    (TestObjectTable, 40), (TestObjectTableRoomy, 30), (TestObjectTableLru, 20), (TestObjectTableArc, 20),
+):  # fmt: skip
     case.settings = settings(
         max_examples=examples, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )

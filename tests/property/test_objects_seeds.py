@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvpool.errors import Code
-from tests.property.object_world import ENGINES, SETTINGS, World
+from tests.property.object_world import ENGINES, LIVE, SETTINGS, World
 from tests.property.test_objects import ObjectTableMachine
 
 STEPS = 250
@@ -27,7 +27,7 @@ def run_seed(seed: int) -> World:
             client_share=rng.choice([0.2, 0.5, 1.0]),
             staging_cache=rng.choice(["off", "lru", "arc"]),
         ),
-        slots=rng.choice([6, 13]),
+        slots=rng.choice([6, 15, 20]),
     )
     world = machine.world
 
@@ -37,7 +37,8 @@ def run_seed(seed: int) -> World:
     keys, segments_max = rng.choice([8, 40]), rng.randint(2, 4)
     slow, greedy = rng.choice([0.3, 1.0, 4.0]), rng.choice([2, 15])
     for number in range(0, keys, 2):
-        machine.change_files(chosen=[number], group=number // 2 % 2, damage="write")
+        for group_written in (0, 1):
+            machine.change_files(chosen=[number], group=group_written, damage="write")
 
     def chosen() -> list[int]:
         return [rng.randrange(keys) for _ in range(rng.randint(1, 6))]
@@ -73,7 +74,14 @@ def run_seed(seed: int) -> World:
         (slow, lambda: machine.pass_time(nanoseconds=rng.choice([1, 10, 60, 150, 400]))),
         (0.1, lambda: machine.pass_much_time(rare=0)),
         (1, lambda: world.live() and machine.nonsense(pick=pick())),
+        (5, lambda: machine.admit(rng.choice(["a", "a", "c"]), chosen(), group(), rng.choice([0, 0, 1]))),
+        (10, lambda: states("reserved") and machine.commit(pick=pick())),
+        (3, lambda: states(*LIVE) and machine.withdraw(pick=pick())),
+        (3, lambda: states(*LIVE) and world.live() and machine.load_admitted(pick=pick())),
     ]
+
+    def states(*names: str) -> bool:
+        return any(admission.state in names for admission in world.admissions.values())
 
     def add_segment() -> None:
         machine.add_segment(size=rng.choice([8192, 4096]), count=rng.randint(4, 6))
@@ -99,11 +107,13 @@ def test_long_runs_keep_every_promise_and_reach_every_outcome(first: int) -> Non
         counts.update(world.table.statistics())
     silent = {
         "OpenFile", "ReadFile", "CloseFile", "PublishObject", "SetAside", "SendReady", "SendLoadFailed", "SendGranted",
-        "SendExists", "SendDropped", "TellKey", "TellStoreEnded", "ReturnSegment",
+        "SendExists", "SendDropped", "TellKey", "TellStoreEnded", "ReturnSegment", "SendPreloadAnswer",
+        "SendPreloadLanded", "SendPreloadRevoked",
     } - set(answers)  # fmt: skip
     assert set() == silent
     rare = (
         "ops_late", "fills_late", "loads_parked", "corrupt", "writes_no_space", "keys_lost", "keys_stored",
-        "cache_hits", "cache_evictions",
+        "cache_hits", "cache_evictions", "preloads_reserved", "preloads_given_up", "preload_reads", "preload_hits",
+        "evicted_before_use",
     )  # fmt: skip
     assert [] == [name for name in rare if not counts[name]]
