@@ -230,6 +230,30 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     sync_on_store: Annotated[
         bool, Rule("fsync every file and its directory before the object counts as stored: survives a power cut.")
     ] = False
+    capacity_bytes: Annotated[
+        int,
+        Rule(
+            "What may lie below the path, as the filesystem counts it. Above the high watermark the keys that were not "
+            "used for longest are removed; at the capacity stores stop. 0B: no bound but the drive's.",
+            key="capacity",
+            unit="bytes",
+            low=0,
+            high=1 << 60,
+        ),
+    ] = 0
+    high_watermark: Annotated[float, Rule("Removing begins above this share of the capacity.", "", "", 0.02, 1.0)] = 0.95
+    low_watermark: Annotated[float, Rule("Removing ends at this share of the capacity.", "", "", 0.01, 0.99)] = 0.9
+    min_free_bytes: Annotated[
+        int,
+        Rule(
+            "Free space that is left to others, whatever they use: below it keys are removed and stores stop. "
+            "0B: 2 % of the filesystem.",
+            key="min_free",
+            unit="bytes",
+            low=0,
+            high=1 << 60,
+        ),
+    ] = 0
     weight: Annotated[int, Rule("Share of new objects, beside the other devices' weights.", "", "parts", 1, 1000)] = 1
 
 
@@ -377,6 +401,9 @@ def check_settings(settings: Settings, *, file: str) -> None:
         key = f"device[{index}]"
         if not _NAME.fullmatch(device.name):
             raise wrong(file, f"{key}.name", device.name, "1 to 32 letters, digits, '.', '_', '-'")
+        if device.low_watermark >= device.high_watermark:
+            allowed = f"less than high_watermark, {device.high_watermark:g}"
+            raise wrong(file, f"{key}.low_watermark", device.low_watermark, allowed)
         if not _is_absolute(device.path) or device.path == "/":
             raise wrong(file, f"{key}.path", device.path, "an absolute path of a directory")
     for (first, left), (second, right) in itertools.combinations(enumerate(settings.device), 2):

@@ -34,6 +34,7 @@ class Namespace:
         full: The mask with every rank's bit.
         masks: Ranks whose file exists, per key; never 0.
         staying: Ranks whose object is in staging and stays there for now, per key; never 0.
+        removing: Keys whose files are being removed: not in `masks`, neither stored nor loaded until that has ended.
     """
 
     namespace: int
@@ -42,6 +43,7 @@ class Namespace:
     full: int = 0
     masks: dict[bytes, int] = field(default_factory=dict)
     staying: dict[bytes, int] = field(default_factory=dict)
+    removing: set[bytes] = field(default_factory=set)
 
     def flags(self, key: bytes) -> int:
         """Return the key's STORED | RESIDENT."""
@@ -104,6 +106,16 @@ class KeyIndex:
             del self.missing[next(iter(self.missing))]
         actions.append(TellKey(namespace=space.namespace, key=key, flags=space.flags(key)))
 
+    def condemn(self, space: Namespace, key: bytes, actions: list[Action]) -> None:
+        """The files of *key* are about to be removed."""
+        space.masks.pop(key, None)
+        space.removing.add(key)
+        actions.append(TellKey(namespace=space.namespace, key=key, flags=space.flags(key)))
+
+    def is_removing(self, object_id: ObjectId) -> bool:
+        """Return whether that object's file is being removed."""
+        return object_id.key in self.namespaces[object_id.namespace].removing
+
     def stays(self, object_id: ObjectId, actions: list[Action]) -> None:
         """That object is in staging and stays there."""
         space = self.namespaces[object_id.namespace]
@@ -139,3 +151,5 @@ class KeyIndex:
         for space in self.namespaces.values():
             for key, mask in (*space.masks.items(), *space.staying.items()):
                 invariant(0 < mask <= space.full, "mask of a key is not one", key=key.hex(), mask=mask)
+            for key in space.removing:
+                invariant(key not in space.masks, "a key is stored while its files are removed", key=key.hex())

@@ -130,6 +130,9 @@ class Loads:
         if read is None:
             if self.stores.join(waiter):
                 return
+            if self.index.is_removing(waiter.object):
+                self.fail(waiter, Code.MISSING)
+                return
             read = Read(object=waiter.object, pool=waiter.pool, owner=waiter.job.client.client)
             self.reads[waiter.object] = read
             self.lane_of[waiter.pool].queued.push(read.owner, read)

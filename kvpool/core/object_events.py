@@ -247,6 +247,22 @@ class DeviceChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeysCondemned:
+    """The files of these keys are to go, for lack of room. Those that nobody uses now are answered by RemoveKey."""
+
+    namespace: int
+    keys: list[bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysRemoved:
+    """End of RemoveKey: these keys may be stored again. Files that could not go are told by KeysFound after it."""
+
+    namespace: int
+    keys: list[bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrainStarted:
     """Nothing new is taken: loads are refused, stores dropped; what is granted may still be filled and is written."""
 
@@ -260,7 +276,7 @@ Event = (
     NamespaceAdded | SegmentAdded | SegmentRecalled | ClientJoined | ClientLeft | ClientProven | LoadWanted
     | LoadCancelled | SlotsReleased | StoreWanted | SlotsFilled | StoreCancelled | KeysFound | FileOpened | FileRead
     | ObjectPublished | DrainStarted | TimePassed | PreloadAsked | PreloadCommitted | PreloadWithdrawn
-    | DeviceChanged
+    | DeviceChanged | KeysCondemned | KeysRemoved
 )  # fmt: skip
 
 
@@ -305,6 +321,14 @@ class SetAside:
     """The object's file does not hold what was published: move it out of the way, now."""
 
     object: ObjectId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoveKey:
+    """Remove the files of that key, of all ranks; nobody uses them, and nobody will until KeysRemoved."""
+
+    namespace: int
+    key: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,5 +429,5 @@ class SendPreloadLanded:
 Action = (
     OpenFile | ReadFile | CloseFile | PublishObject | SetAside | SendReady | SendLoadFailed | SendGranted | SendExists
     | SendDropped | TellKey | TellStoreEnded | ReturnSegment | SendPreloadAnswer | SendPreloadRevoked
-    | SendPreloadLanded
+    | SendPreloadLanded | RemoveKey
 )  # fmt: skip

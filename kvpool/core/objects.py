@@ -24,7 +24,7 @@ from typing import Any
 
 from kvpool.core.clients import Client
 from kvpool.core.drive import Drive
-from kvpool.core.key_index import KeyIndex
+from kvpool.core.key_index import KeyIndex, Namespace
 from kvpool.core.loads import Loads
 from kvpool.core.object_events import (
     Action,
@@ -36,7 +36,9 @@ from kvpool.core.object_events import (
     Event,
     FileOpened,
     FileRead,
+    KeysCondemned,
     KeysFound,
+    KeysRemoved,
     LoadCancelled,
     LoadWanted,
     NamespaceAdded,
@@ -45,6 +47,7 @@ from kvpool.core.object_events import (
     PreloadAsked,
     PreloadCommitted,
     PreloadWithdrawn,
+    RemoveKey,
     ReturnSegment,
     SegmentAdded,
     SegmentRecalled,
@@ -67,7 +70,7 @@ from kvpool.errors import Code, ProtocolError, invariant, unreachable
 COUNTERS = (
     "loads_wanted", "loads_ready", "loads_failed", "loads_parked", "reads", "read_bytes", "read_errors", "corrupt",
     "stores_wanted", "keys_granted", "keys_existing", "keys_dropped", "keys_filled", "keys_stored", "keys_lost",
-    "fills_late", "writes", "write_bytes", "write_errors", "writes_no_space", "ops_late", "foreign_ranks_found",
+    "keys_removed", "fills_late", "writes", "write_bytes", "write_errors", "writes_no_space", "ops_late", "foreign_ranks_found",
     "cache_hits", "cache_evictions", "evicted_before_use", "preloads_asked", "preloads_reserved", "preloads_landed",
     "preloads_revoked", "preloads_withdrawn", "preloads_given_up", "preload_reads", "preload_hits",
 )  # fmt: skip
@@ -171,6 +174,8 @@ class ObjectTable:
             SlotsFilled: lambda event: self._stores.fill(self._client(event.client), event.job, event.indices),
             StoreCancelled: lambda event: self._stores.cancel(self._client(event.client), event.job, event.indices),
             KeysFound: self._keys_found,
+            KeysCondemned: self._keys_condemned,
+            KeysRemoved: self._keys_removed,
             NamespaceAdded: self._namespace_added,
             SegmentAdded: self._segment_added,
             SegmentRecalled: self._segment_recalled,
@@ -232,7 +237,30 @@ class ObjectTable:
             self._counts["foreign_ranks_found"] += 1
             return
         for key in event.keys:
-            self._index.add(ObjectId(event.namespace, key, event.rank), self._actions)
+            if key not in space.removing:
+                self._index.add(ObjectId(event.namespace, key, event.rank), self._actions)
+
+    def _keys_condemned(self, event: KeysCondemned) -> None:
+        space = self._index.namespaces[event.namespace]
+        for key in event.keys:
+            if key not in space.removing and not self._in_use(space, key):
+                self._index.condemn(space, key, self._actions)
+                self._actions.append(RemoveKey(namespace=event.namespace, key=key))
+
+    def _in_use(self, space: Namespace, key: bytes) -> bool:
+        """Whether some rank's object of *key* is being filled, written, read, or is pinned; cached is not in use."""
+        if (space.namespace, key) in self._stores.filling:
+            return True
+        for rank in range(space.rank_count):
+            object_id = ObjectId(space.namespace, key, rank)
+            slot = self._residency.objects.get(object_id)
+            if object_id in self._loads.reads or (slot is not None and not slot.cached):
+                return True
+        return False
+
+    def _keys_removed(self, event: KeysRemoved) -> None:
+        self._index.namespaces[event.namespace].removing.difference_update(event.keys)
+        self._counts["keys_removed"] += len(event.keys)
 
     def _segment_recalled(self, event: SegmentRecalled) -> None:
         home = self._segments.get(event.segment)

@@ -225,6 +225,8 @@ class Stores:
             return Decision.EXISTS
         if store_key.offer.cut or not accepting:
             return Decision.DROPPED
+        if store_key.key in space.removing:
+            return Decision.WAITING
         return self._slots_verdict(store_key)
 
     def _slots_verdict(self, store_key: StoreKey) -> Decision:

@@ -1,8 +1,9 @@
 """
 What an errno means, per operation on object files.
 
-RETRY: ask again at once (bounded). MISSING: no such file or folder. EXISTS: the name is taken. FULL: no place for it
-(space, quota, inodes, or all is read-only). DEVICE: the device or the filesystem failed. An errno that is not in an operation's table is our mistake.
+RETRY: ask again at once (bounded). MISSING: no such file or folder. EXISTS: the name is taken. FULL: no place for it:
+space, quota, inodes, or all is read-only. DEVICE: the device or the filesystem failed. An errno that is not in an
+operation's table is our mistake.
 """
 
 import enum

@@ -26,10 +26,11 @@ from collections import defaultdict
 from typing import assert_never
 
 from kvpool import config
+from kvpool.core import layout
 from kvpool.core import object_events as events
 from kvpool.core.objects import ObjectTable
 from kvpool.core.speed import SpeedMeter
-from kvpool.errors import Exit, HostError, InvariantError, KvpoolError, ProtocolError, invariant
+from kvpool.errors import Code, Exit, HostError, InvariantError, KvpoolError, ProtocolError, invariant
 from kvpool.health import facts
 from kvpool.io import ring_engine, shm
 from kvpool.io.channel import Channel, PeerGone, adopt
@@ -40,6 +41,7 @@ from kvpool.io.process import set_parent_death_signal
 from kvpool.procs.worker_breaker import WorkerBreaker
 from kvpool.procs.worker_namespaces import Namespaces
 from kvpool.procs.worker_outbox import Outbox
+from kvpool.procs.worker_room import Room
 from kvpool.wire import messages as wire
 
 log = logging.getLogger("kvpool.worker")
@@ -102,12 +104,15 @@ class IoWorker:
         self._writes = SpeedMeter()
         self._errors: dict[str, int] = {}
         self._breaker = WorkerBreaker(self._device.name, settings.pool, now_ns=self._started_ns)
+        #: (healthy, storing) as the table knows them.
+        self._device_told = (True, True)
         self._state_told = (0.0, 0, True, 0)
         self._draining = False
         self._poller = select.epoll()
         self._poller.register(control.fileno(), select.EPOLLIN)
         for fd in engine.fds():
             self._poller.register(fd, select.EPOLLIN)
+        self._room = Room(self._device, namespaces, tell=self._handle, watch=self._watch)
 
     # ------------------------------------------------------------ the loop
 
@@ -118,11 +123,14 @@ class IoWorker:
         Raises:
             CoordinatorGone: The control socket hung up.
         """
-        while not (self._draining and self._table.drained()):
-            self._sleep()
-            self._handle(events.TimePassed())
-            self._look_after_device()
-            self._flush()
+        try:
+            while not (self._draining and self._table.drained()):
+                self._sleep()
+                self._handle(events.TimePassed())
+                self._look_after_device()
+                self._flush()
+        finally:
+            self._room.close()
 
     def _sleep(self) -> None:
         """Wait for something to do, and take it in."""
@@ -134,10 +142,15 @@ class IoWorker:
                 self._on_control(mask)
             elif fd in self._namespaces.scan_fds():
                 self._on_scan(fd)
+            elif fd in self._room.fds():
+                self._room.on_ready(fd)
             else:
                 self._on_rank(fd, mask)
         for ended in self._engine.reap():
             self._on_ended(ended)
+
+    def _watch(self, fd: int) -> None:
+        self._poller.register(fd, select.EPOLLIN)
 
     def _timeout_s(self) -> float | None:
         dues = [
@@ -145,16 +158,21 @@ class IoWorker:
             self._engine.next_due_ns(),
             self._state_due_ns(),
             self._breaker.due_ns(),
+            self._room.due_ns(),
         ]
         due = min((ns for ns in dues if ns is not None), default=None)
         return None if due is None else max(0.0, (due - time.monotonic_ns()) / 1e9)
 
     def _look_after_device(self) -> None:
-        """Give the device up or use it again, as its breaker says; try it when that is due."""
+        """Give the device up or use it again, as its breaker says; try it when that is due. Make room on it."""
         now_ns = time.monotonic_ns()
         self._breaker.note_late(self._table, now_ns)
-        if self._breaker.healthy != self._table.healthy:
-            self._handle(events.DeviceChanged(healthy=self._breaker.healthy))
+        if self._breaker.healthy:
+            self._room.look(now_ns)
+        wanted = (self._breaker.healthy, self._room.storing)
+        if wanted != self._device_told:
+            self._device_told = wanted
+            self._handle(events.DeviceChanged(healthy=wanted[0], storing=wanted[1]))
         due_ns = self._breaker.due_ns()
         if due_ns is not None and due_ns <= now_ns:
             self._breaker.start_probe(now_ns)
@@ -290,6 +308,8 @@ class IoWorker:
             if mask & select.EPOLLOUT:
                 channel.flush()
             for message, _ in channel.receive():
+                if isinstance(message, wire.Load):
+                    self._note_use(client, message.keys)
                 self._handle(_rank_event(client, message))
         except PeerGone:
             self._leave(client)
@@ -297,6 +317,11 @@ class IoWorker:
             log.warning("device %s: closing client %d: %s", self._device.name, client, error)
             self._count("protocol")
             self._leave(client)
+
+    def _note_use(self, client: int, keys: list[bytes]) -> None:
+        known = self._table.clients.get(client)
+        if known is not None:
+            self._room.used(known.space.namespace, known.rank, [key for key in keys if len(key) > layout.GROUP_BYTES])
 
     def _send_rank(self, client: int, message: wire.Message) -> None:
         channel = self._ranks.get(client)
@@ -360,6 +385,8 @@ class IoWorker:
                 self._engine.publish_object(op, directory, name, slot, self._namespaces.expected(target))
             case events.SetAside(object=target):
                 self._engine.set_aside(self._namespaces.path(target))
+            case events.RemoveKey(namespace=namespace, key=key):
+                self._room.remove(namespace, key)
             case events.SendReady() | events.SendGranted():
                 slot_bytes = self._slot_bytes[action.slot.segment]
                 self._outbox.add(action, slot_offset=action.slot.index * slot_bytes)
@@ -405,11 +432,17 @@ class IoWorker:
                 self._reads.ended(ended.bytes if ended.error is None else 0, now_ns=now_ns)
                 self._handle(events.FileRead(op=ended.op, error=ended.error))
             case Kind.PUBLISHED:
-                del self._ops[ended.op]
+                self._note_written(ended, self._ops.pop(ended.op))
                 self._writes.ended(ended.bytes if ended.error is None else 0, now_ns=now_ns)
                 self._handle(events.ObjectPublished(op=ended.op, error=ended.error))
             case _:
                 assert_never(ended.kind)
+
+    def _note_written(self, ended: Ended, target: events.ObjectId) -> None:
+        if ended.error is Code.DEVICE_FULL:
+            self._room.said_full()
+        elif ended.error is None and not ended.existed:
+            self._room.published(ended.bytes)
 
     def _on_error(self, ended: Ended) -> None:
         invariant(ended.error is not None, "an error without a code")
@@ -479,7 +512,7 @@ class IoWorker:
             facts.SPACE_TOTAL_BYTES: space.f_blocks * space.f_frsize,
             facts.QUEUE_MESSAGES: sum(channel.queue_length for channel in (self._control, *self._ranks.values())),
         }
-        told |= self._breaker.facts()
+        told |= self._breaker.facts() | self._room.facts()
         told |= _facts_of_table(self._table.statistics())
         told |= _facts_of_engine(self._engine.statistics())
         told |= {facts.errors(name): count for name, count in self._errors.items()}

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import BinaryIO, Generic, TypeVar
 
 import msgspec
 
@@ -44,14 +44,17 @@ class ScanEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     unreadable: int
 
 
-class FrameReader:
-    """Cuts the scanner's output into messages, however it arrives."""
+FrameT = TypeVar("FrameT")
 
-    def __init__(self) -> None:
+
+class Frames(Generic[FrameT]):
+    """Cuts a helper's output into messages, however it arrives."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[FrameT]) -> None:
         self._rest = b""
-        self._decoder = msgspec.msgpack.Decoder(Found | ScanEnded)
+        self._decoder = decoder
 
-    def feed(self, data: bytes) -> list[Found | ScanEnded]:
+    def feed(self, data: bytes) -> list[FrameT]:
         """
         Return the messages that *data* completes.
 
@@ -59,7 +62,7 @@ class FrameReader:
             msgspec.MsgspecError: A frame is not one of ours.
         """
         self._rest += data
-        messages: list[Found | ScanEnded] = []
+        messages: list[FrameT] = []
         start = 0
         while (body := start + _LENGTH_BYTES) <= len(self._rest):
             stop = body + int.from_bytes(self._rest[start:body], "little")
@@ -69,6 +72,13 @@ class FrameReader:
             start = stop
         self._rest = self._rest[start:]
         return messages
+
+
+class FrameReader(Frames[Found | ScanEnded]):
+    """Cuts the scanner's output into messages."""
+
+    def __init__(self) -> None:
+        super().__init__(msgspec.msgpack.Decoder(Found | ScanEnded))
 
 
 def command(directories: list[str]) -> list[str]:

@@ -125,6 +125,14 @@ class Namespaces:
         self._scans[fd] = _Scan(namespace=namespace, process=process)
         return fd
 
+    def find(self, directory: str) -> int | None:
+        """Return the namespace whose first rank's folder that is, if it is open."""
+        return next((number for number, opened in self._open.items() if opened.directories[0] == directory), None)
+
+    def rank_count(self, namespace: int) -> int:
+        """Return how many ranks hold each key."""
+        return len(self._open[namespace].directories)
+
     def slot_bytes(self, namespace: int) -> dict[int, int]:
         """Return the slot size of each KV group's objects."""
         return {
