@@ -70,7 +70,7 @@ def walk(root: str, want_bytes: int, output: BinaryIO) -> None:
     seen.count_rest(root, spaces)
     aged = iter(oldest.in_order())
     while part := list(islice(aged, KEYS_MAX)):
-        write(KeysAged(keys=[tuple(key) for key in part]))
+        write(KeysAged(keys=[(key.used_s, key.stored_bytes, key.space, key.key) for key in part]))
     write(RoomCounted(total_bytes=seen.total_bytes, objects=seen.objects, keys=seen.keys))
 
 
