@@ -304,11 +304,17 @@ class Loads:
         """Start what may start now."""
         if self.relieved:
             self._unpark()
+        if self.preloads.opened and self.active():
+            self.preloads.give_back()
         if self.opened and self.drive.may_read():
             self._start_reads(now_ns)
         if self.queued and (len(self.lanes) > 1 or self.opening + self.opened < self.open_lookahead):
             self._start_opens(now_ns)
-        self.drive.loads = len(self.reads) - self.preload_reads
+        self.drive.loads = self.active()
+
+    def active(self) -> int:
+        """Return how many objects loads wait for, open or read, by reads."""
+        return len(self.reads) - self.preload_reads
 
     def _unpark(self) -> None:
         relieved, self.relieved = self.relieved, []

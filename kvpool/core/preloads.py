@@ -339,10 +339,8 @@ class Preloads:
     # ------------------------------------------------------------ reads run
 
     def pump(self, now_ns: int) -> None:
-        """Start what may start now; give back what is in the way of a load."""
+        """Start what may start now."""
         if self.drive.loads:
-            if self.opened:
-                self._give_back()
             return
         while self.opened and self.drive.may_preload():
             self._start_read(next(iter(self.opened)), now_ns)
@@ -404,14 +402,15 @@ class Preloads:
         demand = read.demand
         if demand is None:
             self.loads.close(read)
-        elif demand.committed and demand.reserved:
+        elif demand.committed and demand.reserved and not self.loads.active():
             read.phase = Phase.OPENED
             self.opened[read] = None
         else:
             self.loads.close(read)
             self.unread(read)
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
+        """A load appeared: close what is opened ahead; it waits for its turn again."""
         for read in reversed(list(self.opened)):
             self.close(read)
             self.unread(read)

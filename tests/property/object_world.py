@@ -438,7 +438,8 @@ class World:
     def admit(self, namespace: int, keys: list[bytes], priority: int = 0) -> Admission:
         """Ask for slots for these keys' objects."""
         number = self.number()
-        objects = [ObjectId(namespace, key, rank) for key in keys for rank in range(NAMESPACES[namespace][0])]
+        rank_count, sizes = NAMESPACES[namespace]
+        objects = [ObjectId(namespace, key, rank) for key in keys if key[-1] in sizes for rank in range(rank_count)]
         made = self.admissions[number] = Admission(number, objects, (priority, number, number))
         made.failed.update(o for o in objects if o in self.missing)
         actions = self.do(
