@@ -74,7 +74,7 @@ def table_lines(result: Result, operation: str, base: str) -> Iterator[str]:
         rows = [row for row in result["rows"] if row["peer"] == peer]
         if not values_of(rows, operation, "gbps"):
             error = next((row["error"] for row in rows if "error" in row), "did not run")
-            yield f"| {peer} | failed: {error[:100]} |{' |' * (len(HEADINGS) - 2)}"
+            yield f"| {peer} | failed: {error[:100].replace('|', '/')} |{' |' * (len(HEADINGS) - 2)}"
             continue
         cells = [
             peer,
