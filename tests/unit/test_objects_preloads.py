@@ -376,7 +376,7 @@ def test_a_load_takes_reserved_slots_too() -> None:
 def test_slots_being_read_into_are_drained_before_another_admission_is_taken() -> None:
     world, [rank] = world_with(4, settings=replace(AHEAD, iodepth=4))
     floor = 4 + FLOOR_SLOTS
-    world.add_segment(8192, 2)
+    world.add_segment(8192, 4)
     first, second = admitted(world, 1, 2, 3, 4), admitted(world, 5, 6, read=False)
     for op in list(world.opening):
         world.end_open(op)
