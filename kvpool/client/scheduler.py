@@ -66,6 +66,7 @@ class SchedulerClient:
         self._devices: dict[int, msg.DeviceState] = {}
         self._healthy: tuple[bool, ...] = ()
         self._withdrawn: list[str] = []
+        self._started: list[str] = []
         self._retry_s = RETRY_S_MIN
         #: When to attempt a connection, or, while greeting, to give it up.
         self._due_ns = 0
@@ -83,6 +84,14 @@ class SchedulerClient:
     def withdraw(self, request: str) -> None:
         """A request finished, was aborted, or no longer waits. Told to the pool at the next `pump`."""
         self._guarded(lambda: self._withdraw(request), None)
+
+    def started(self, request: str) -> None:
+        """A request needs nothing read ahead any more; its keys are told of as before. Told at the next `pump`."""
+        self._guarded(lambda: self._start(request), None)
+
+    def waits_again(self, request: str) -> None:
+        """A request that had started is back in the queue."""
+        self._guarded(lambda: self._wait_again(request), None)
 
     def lookup(self, request: str, key: bytes) -> Lookup:
         """Answer for one key of an announced request, from memory."""
@@ -194,6 +203,17 @@ class SchedulerClient:
         if self._table.withdraw(request) and self._welcome is not None:
             self._withdrawn.append(request)
 
+    def _start(self, request: str) -> None:
+        if self._table.start(request) and self._welcome is not None:
+            self._started.append(request)
+
+    def _wait_again(self, request: str) -> None:
+        waiting = self._table.wait_again(request)
+        if waiting is not None and self._welcome is not None:
+            self._send_withdrawn()
+            first, priority = waiting
+            self._send_announce(request, first, [], priority)
+
     def _pump(self) -> None:
         now_ns = time.monotonic_ns()
         if self._channel is None:
@@ -280,6 +300,7 @@ class SchedulerClient:
         )
         for request, keys, priority in again:
             self._send_announce(request, 0, keys, priority)
+        self._started = self._table.started_requests()
 
     def _weigh(self) -> None:
         count = len(self._welcome.devices) if self._welcome is not None else 0
@@ -295,10 +316,12 @@ class SchedulerClient:
             self._send(msg.Announce(request=request, first=first + offset, keys=part, more=more, priority=priority))
 
     def _send_withdrawn(self) -> None:
-        if self._withdrawn and self._welcome is not None:
-            withdrawn, self._withdrawn = self._withdrawn, []
-            for part in range(0, len(withdrawn), msg.ITEMS_MAX // 8):
-                self._send(msg.Withdraw(requests=withdrawn[part : part + msg.ITEMS_MAX // 8]))
+        for started in (True, False):
+            names = self._started if started else self._withdrawn
+            if names and self._welcome is not None:
+                told, names[:] = list(names), []
+                for part in range(0, len(told), msg.ITEMS_MAX // 8):
+                    self._send(msg.Withdraw(requests=told[part : part + msg.ITEMS_MAX // 8], started=started))
 
     def _send(self, message: msg.Message) -> None:
         channel = self._channel
@@ -321,6 +344,7 @@ class SchedulerClient:
         self._channel = self._welcome = None
         self._devices = {}
         self._withdrawn.clear()
+        self._started.clear()
         self._table.pool_lost()
 
     def _later(self, what: str) -> None:

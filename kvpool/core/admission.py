@@ -195,6 +195,8 @@ class Admission:
                 self._changes[device] += 1
             case ev.DeviceLost(device=device):
                 return self._device_lost(device)
+            case ev.DeviceChanged(device=device, healthy=healthy):
+                return self._device_changed(device, healthy=healthy)
             case ev.ReserveAnswered():
                 return self._answered(event, now_ns)
             case ev.AdmissionRevoked():
@@ -452,6 +454,16 @@ class Admission:
         for request in self._requests.values():
             request.stale = True
         self._changes[device] += 1
+        return actions
+
+    def _device_changed(self, device: int, *, healthy: bool) -> list[ev.Action]:
+        """Its keys are misses, or hits again: look at every request anew, and keep no part of an admission."""
+        actions: list[ev.Action] = []
+        for admission in [found for found in self._admissions.values() if device in found.keys and not healthy]:
+            self._counts["lost"] += 1
+            actions += self._end(admission)
+        for request in self._requests.values():
+            request.stale = True
         return actions
 
     def _time_passed(self, now_ns: int) -> list[ev.Action]:

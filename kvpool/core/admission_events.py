@@ -85,6 +85,14 @@ class DeviceLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceChanged:
+    """That device is given up for now, or used again; its worker lives, and what it had reserved it still has."""
+
+    device: int
+    healthy: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReserveAnswered:
     """That device has the slots of an admission, or has not."""
 
@@ -116,7 +124,7 @@ class TimePassed:
 
 Event = (
     NamespaceOpened | RequestAnnounced | RequestsStarted | RequestsWithdrawn | KeysChanged | RoomChanged | DeviceLost
-    | ReserveAnswered | AdmissionRevoked | AdmissionLanded | TimePassed
+    | DeviceChanged | ReserveAnswered | AdmissionRevoked | AdmissionLanded | TimePassed
 )  # fmt: skip
 
 

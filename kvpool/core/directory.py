@@ -244,6 +244,21 @@ class Directory:
             for number in request.probes:
                 self._probes[number].waiting.discard((scheduler, name))
 
+    # ---------------------------------------------------------------- what the mirror says
+
+    def state_of(self, namespace: int, key: bytes) -> tuple[int, int]:
+        """Return a key's flags and device: (0, NO_DEVICE) for a miss."""
+        return _state(self._namespaces[namespace], key, self._given_up)
+
+    def requests_of(self, scheduler: int) -> list[str]:
+        """Return the names of a scheduler's announced requests."""
+        return list(self._schedulers[scheduler].requests)
+
+    def keys_of(self, scheduler: int, request: str) -> list[bytes]:
+        """Return a request's keys in order, as far as there was room for them; none if it is not announced."""
+        announced = self._schedulers[scheduler].requests.get(request)
+        return announced.keys if announced is not None else []
+
     # ---------------------------------------------------------------- what schedulers are told
 
     def has_news(self, scheduler: int) -> bool:

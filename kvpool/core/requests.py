@@ -84,6 +84,7 @@ class _Request:
         heard: The pool answered at least something of it since it was announced (again).
         until_ns: What is not answered by then is a miss.
         expired: That time was noticed and counted.
+        started: It does not wait for its objects any more: nothing is to be read ahead for it.
     """
 
     keys: list[bytes]
@@ -92,6 +93,7 @@ class _Request:
     unanswered: set[bytes] = field(default_factory=set)
     heard: bool = False
     expired: bool = False
+    started: bool = False
 
 
 class AnnouncedRequests:
@@ -132,6 +134,26 @@ class AnnouncedRequests:
         self._wanted.update(keys)
         self._await(request, known, now_ns)
         return first
+
+    def start(self, request: str) -> bool:
+        """A request does not wait for its objects any more; tell whether that is news."""
+        known = self._requests.get(request)
+        if known is None or known.started:
+            return False
+        known.started = True
+        return True
+
+    def wait_again(self, request: str) -> tuple[int, int] | None:
+        """A started request is back in the queue: return how many keys it has, and its priority; None if it was not."""
+        known = self._requests.get(request)
+        if known is None or not known.started:
+            return None
+        known.started = False
+        return len(known.keys), known.priority
+
+    def started_requests(self) -> list[str]:
+        """Return the announced requests that do not wait for their objects any more."""
+        return [request for request, known in self._requests.items() if known.started]
 
     def withdraw(self, request: str) -> bool:
         """A request is over, or no longer waits; tell whether it was announced."""

@@ -33,6 +33,7 @@ from kvpool.procs.coordinator_health import Facts, Rounds, Row
 from kvpool.procs.coordinator_loop import Loop
 from kvpool.procs.coordinator_namespaces import Namespaces
 from kvpool.procs.coordinator_place import LOG_NAME, SOCKET_NAME
+from kvpool.procs.coordinator_preload import Preload
 from kvpool.procs.coordinator_segments import Staging
 from kvpool.procs.coordinator_workers import Worker, Workers
 from kvpool.wire.messages import (
@@ -49,6 +50,9 @@ from kvpool.wire.messages import (
     Message,
     NamespaceOpened,
     NamespaceSpec,
+    PreloadAnswer,
+    PreloadLanded,
+    PreloadRevoked,
     Refused,
     Report,
     ScanEnded,
@@ -106,6 +110,7 @@ class Coordinator:
         )
         listener = channel.listen(os.path.join(settings.pool.run_dir, SOCKET_NAME))
         self._clients = Clients(self.loop, listener, self, self._namespaces)
+        self._preload = Preload(self.loop, settings, self._directory, self._send_worker)
         self._rounds = Rounds(self.loop, self._health_rows, self._pool_facts)
         self._devices_told_ns = 0
         self.loop.at_turn_end(self._tell_schedulers)
@@ -176,16 +181,20 @@ class Coordinator:
         match message:
             case KeysTold():
                 self._directory.told(message.namespace, worker.device, message.entries)
+                self._preload.keys_told(worker.device, message)
             case WorkerStoresEnded():
                 self._stores_ended(message)
             case WorkerState():
                 worker.state = message.state
                 self._directory.device_changed(worker.device, healthy=message.state.healthy)
+                self._preload.state_told(message)
                 self._devices_changed()
             case KeysProbed():
                 self._send_statuses(self._directory.probed(worker.device, message.probe))
             case ScanEnded():
                 self._directory.scan_ended(message.namespace, worker.device)
+            case PreloadAnswer() | PreloadRevoked() | PreloadLanded():
+                self._preload.worker_said(worker.device, message)
             case SegmentReturned():
                 self._staging.returned(message.segment)
             case Report():
@@ -200,6 +209,7 @@ class Coordinator:
             if client is not None:
                 client.peer.send(WorkerDown(device=worker.device, worker_generation=worker.generation))
         self._send_statuses(self._directory.worker_down(worker.device))
+        self._preload.worker_ended(worker.device)
         self._devices_changed()
         return self._staging.worker_down(worker.device)
 
@@ -247,6 +257,7 @@ class Coordinator:
             log.info("namespace %d: model %s, %d ranks, %d groups, fingerprint %s",
                      number, spec.model_name, spec.rank_count, len(spec.groups), spec.fingerprint[:8])  # fmt: skip
             self._directory.open_namespace(number)
+            self._preload.open_namespace(number, spec)
             for worker in self._workers.ready:
                 worker.peer.send(NamespaceOpened(namespace=number, spec=spec))
         return number
@@ -269,10 +280,11 @@ class Coordinator:
         """Handle any message of a client but Hello."""
         match message, client.role:
             case Announce(), coordinator_clients.SCHEDULER:
-                statuses, probes = self._directory.announce(client.number, message.request, message.first, message.keys)
-                self._send_statuses(statuses)
-                self._send_probes(probes)
+                self._announced(client, message)
+            case Withdraw(started=True), coordinator_clients.SCHEDULER:
+                self._preload.started(client.number, message.requests)
             case Withdraw(), coordinator_clients.SCHEDULER:
+                self._preload.withdrawn(client.number, message.requests)
                 self._directory.withdraw(client.number, message.requests)
             case CopiesEnded(), coordinator_clients.RANK:
                 self._workers.copies_ended(client.number, message.device, message.worker_generation)
@@ -287,9 +299,23 @@ class Coordinator:
             case _:
                 raise ProtocolError("not a message of that role", type=type(message).__name__, role=client.role)
 
+    def _announced(self, client: Client, message: Announce) -> None:
+        statuses, probes = self._directory.announce(client.number, message.request, message.first, message.keys)
+        self._send_statuses(statuses)
+        self._send_probes(probes)
+        self._preload.announced(
+            client.number,
+            client.namespace,
+            message.request,
+            message.first,
+            more=message.more,
+            priority=message.priority,
+        )
+
     def client_left(self, client: Client) -> None:
         """Forget what it announced; end the pool some time after the last one."""
         if client.role == SCHEDULER:
+            self._preload.withdrawn(client.number, self._directory.requests_of(client.number))
             self._directory.scheduler_left(client.number)
         elif client.role == RANK:
             self._staging.rank_left(client.number)
@@ -329,11 +355,14 @@ class Coordinator:
             if client is not None:
                 client.peer.send(status)
 
+    def _send_worker(self, device: int, message: Message) -> None:
+        worker = self._workers.find_ready(device)
+        if worker is not None:
+            worker.peer.send(message)
+
     def _send_probes(self, probes: list[SendProbe]) -> None:
         for device, number, namespace, keys in probes:
-            worker = self._workers.find_ready(device)
-            if worker is not None:
-                worker.peer.send(KeysProbe(probe=number, namespace=namespace, keys=keys))
+            self._send_worker(device, KeysProbe(probe=number, namespace=namespace, keys=keys))
 
     def _tell_schedulers(self) -> None:
         """Once a turn: tell each scheduler that has read what it was told before."""
@@ -368,6 +397,7 @@ class Coordinator:
             f.PEERS_REFUSED: self._clients.refused_count,
             f.PEERS_DROPPED: self._clients.dropped_count,
             **self._staging.facts(),
+            **self._preload.facts(),
         }
 
     def _health_rows(self) -> list[Row]:

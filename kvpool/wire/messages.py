@@ -182,9 +182,16 @@ class Announce(Message):
 
 
 class Withdraw(Message):
-    """Scheduler: these requests finished, were aborted, or started."""
+    """
+    Scheduler: these requests finished or were aborted.
+
+    Attributes:
+        started: They have only started: nothing is to be read ahead for them, their keys are told of as before. One
+            that waits again is announced again, with no further keys.
+    """
 
     requests: list[str]
+    started: bool = False
 
 
 class Status(Message):

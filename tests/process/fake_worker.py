@@ -3,7 +3,8 @@ A stand-in for an I/O worker: speaks its protocol, has no ring, no files and no 
 
 What a rank says steers it: `Store` makes its keys stored, `Load` is answered with one Ready that
 lists the segments it holds (as index: the slot size in KiB). Keys that begin with `disk` are found
-by probes. Environment: FAKE_SCAN=never leaves scans open; FAKE_RING=held leaves the write end of
+by probes. Preloads are reserved unless a key begins with `full`, and land as soon as they are committed; the facts
+say which admissions it has. Environment: FAKE_SCAN=never leaves scans open; FAKE_RING=held leaves the write end of
 the ring pipe with a further process when it ends; FAKE_BOOT=<exit code> ends it before it is ready,
 for devices whose name begins with `bad`.
 """
@@ -20,6 +21,7 @@ from kvpool.errors import Exit, PeerGone, invariant
 from kvpool.io import channel, process
 from kvpool.io.channel import Channel
 from kvpool.wire import messages as m
+from kvpool.wire.codec import split
 
 
 class FakeWorker:
@@ -32,6 +34,8 @@ class FakeWorker:
         self.batch = 0
         self.facts: dict[str, str | int | float | bool] = {"role": "io_worker", "pid": os.getpid()}
         self.device = -1
+        #: admission -> namespace and keys, until withdrawn.
+        self.admissions: dict[int, tuple[int, list[bytes]]] = {}
         self.epoll = select.epoll()
         self.epoll.register(control.fileno())
 
@@ -82,8 +86,30 @@ class FakeWorker:
                 found = [m.KeyState(key, m.STORED, self.device) for key in message.keys if key.startswith(b"disk")]
                 self.control.send(m.KeysTold(namespace=message.namespace, entries=found))
                 self.control.send(m.KeysProbed(probe=message.probe))
+            case m.PreloadReserve() | m.PreloadCommit() | m.PreloadWithdraw():
+                self.preload(message)
             case m.ReportWanted():
-                self.control.send(m.Report(report=message.report, facts={**self.facts, "held": len(self.segments)}))
+                told_now = {"held": len(self.segments), "admitted": sum(len(k) for _, k in self.admissions.values())}
+                self.control.send(m.Report(report=message.report, facts={**self.facts, **told_now}))
+
+    def preload(self, message: m.Message) -> None:
+        """Reserve, read at once, or give back."""
+        match message:
+            case m.PreloadReserve(admission=admission, namespace=namespace):
+                keys = [*self.admissions.pop(admission, (namespace, []))[1], *message.keys]
+                reserved = not any(key.startswith(b"full") for key in keys)
+                if message.more or reserved:
+                    self.admissions[admission] = (namespace, keys)
+                if not message.more:
+                    self.control.send(m.PreloadAnswer(admission=admission, reserved=reserved))
+            case m.PreloadCommit(admission=admission):
+                namespace, keys = self.admissions[admission]
+                for _, part in split(keys):
+                    told = [m.KeyState(key, m.STORED | m.RESIDENT, self.device) for key in part]
+                    self.control.send(m.KeysTold(namespace=namespace, entries=told))
+                self.control.send(m.PreloadLanded(admission=admission))
+            case m.PreloadWithdraw(admission=admission):
+                self.admissions.pop(admission, None)
 
     def begin(self, setup: m.WorkerSetup) -> None:
         """Say WorkerReady, or end as the environment wants."""

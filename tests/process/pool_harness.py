@@ -120,13 +120,16 @@ class PoolProcess:
         detached: bool = False,
         idle_exit_s: float = 0.3,
         environment: dict[str, str] | None = None,
+        **pool_settings: Any,
     ) -> None:
         self.run_dir = str(directory / "run")
         self.talkers: list[Talker] = []
         for name in devices:
             (directory / name).mkdir(exist_ok=True)
         settings = Settings(
-            pool=PoolSettings(run_dir=self.run_dir, staging_bytes=staging_bytes, idle_exit_s=idle_exit_s),
+            pool=PoolSettings(
+                run_dir=self.run_dir, staging_bytes=staging_bytes, idle_exit_s=idle_exit_s, **pool_settings
+            ),
             device=[DeviceSettings(name=name, path=str(directory / name), iodepth=4) for name in devices],
         )
         config = directory / "pool.json"

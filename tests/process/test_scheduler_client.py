@@ -10,7 +10,7 @@ import pytest
 from kvpool.client.launch import ClientConfig
 from kvpool.client.scheduler import Hit, Later, Miss, SchedulerClient
 from kvpool.errors import InvariantError
-from kvpool.wire.messages import DevicesChanged, DeviceState, GroupSpec, NamespaceSpec
+from kvpool.wire.messages import Announce, DevicesChanged, DeviceState, GroupSpec, NamespaceSpec, Withdraw
 from tests.process.fake_pool import FakePool
 
 WAIT_S = 10.0
@@ -123,6 +123,19 @@ def test_withdrawals_reach_the_pool(pool: FakePool, client: SchedulerClient) -> 
     client.withdraw("unknown")
     pump_until(client, lambda: "Withdraw" in pool.kinds_heard("scheduler"))
     assert Miss("unannounced") == client.lookup("r", keys(1)[0])
+
+
+def test_the_pool_hears_which_requests_started_and_which_wait_again(pool: FakePool, client: SchedulerClient) -> None:
+    client.announce("r", keys(2), priority=-1)
+    client.started("r")
+    client.started("r")
+    client.waits_again("r")
+    client.waits_again("r")
+    client.pump()
+    wanted = [Announce(request="r", first=0, keys=keys(2), priority=-1), Withdraw(requests=["r"], started=True),
+              Announce(request="r", first=2, keys=[], priority=-1)]  # fmt: skip
+    kinds = (Announce, Withdraw)
+    pump_until(client, lambda: wanted == [one for _, one in list(pool.heard) if isinstance(one, kinds)])
 
 
 def test_stores_are_placed_in_stripes_on_healthy_devices_and_where_the_index_has_them(

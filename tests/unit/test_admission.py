@@ -306,6 +306,17 @@ def test_a_lost_device_ends_what_it_was_asked_for(world: World) -> None:
     assert [("Reserve", 0, 2)] == told(world.tell(changed))
 
 
+def test_a_given_up_device_ends_whole_admissions_and_what_is_elsewhere_is_asked_for(world: World) -> None:
+    world.announce("r", "a", "c")
+    world.answer(1, 0, 1)
+    c = world.states.pop(key("c"))
+    actions = world.tell(ev.DeviceChanged(device=1, healthy=False))
+    assert [("Withdraw", 0, 1), ("Withdraw", 1, 1), ("Reserve", 0, 2)] == told(actions)
+    world.answer(2, 0)
+    world.states[key("c")] = c
+    assert [("Reserve", 0, 3), ("Reserve", 1, 3)] == told(world.tell(ev.DeviceChanged(device=1, healthy=True)))
+
+
 def test_a_device_that_does_not_answer_counts_as_refusing_and_is_not_asked_before_it_does(world: World) -> None:
     world.announce("r0", "a")
     world.announce("r1", "b")

@@ -154,6 +154,17 @@ def test_an_ended_store_is_a_hit_or_cuts_those_who_offered_it() -> None:
     table.validate()
 
 
+def test_a_request_starts_once_and_may_wait_again() -> None:
+    table = AnnouncedRequests()
+    table.announce("r", [b"a", b"b"], 3, now_ns=0)
+    assert [True, False] == [table.start("r"), table.start("r")]
+    assert ["r"] == table.started_requests()
+    assert (2, 3) == table.wait_again("r")
+    assert table.wait_again("r") is None
+    assert not table.start("unknown")
+    table.validate()
+
+
 def test_cut_requests_are_bounded() -> None:
     table = Table()
     for number in range(CUT_REQUESTS_MAX + 1):
