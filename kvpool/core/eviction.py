@@ -75,8 +75,12 @@ class Occupancy:
     _grown_bytes: int = 0
 
     def scan_started(self) -> None:
-        """What is written from now on may or may not be seen by the scan; it counts."""
+        """What is written from now on counts beside what the scan will count."""
         self._grown_bytes = 0
+
+    def scan_saw(self, stored_bytes: int) -> None:
+        """Of what was written since the scan started, the scan counted this much too."""
+        self._grown_bytes -= stored_bytes
 
     def scan_ended(self, used_bytes: int) -> None:
         """A scan counted what is ours."""

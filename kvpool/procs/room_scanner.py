@@ -1,8 +1,9 @@
 """
 A helper process that counts what is below a device's directory, and names the keys that were not used for longest.
 
-Theory. `python -m kvpool.procs.room_scanner ROOT WANT_BYTES` walks all namespaces, whoever opened them. It writes
-frames to standard output as `scanner` does: `SpaceSeen` for each namespace, then `KeysAged` with the least recently
+Theory. `python -m kvpool.procs.room_scanner ROOT WANT_BYTES SINCE_S` walks all namespaces, whoever opened them. It
+writes frames to standard output as `scanner` does: `SpaceSeen` for each namespace, `KeysFresh` for keys with a file
+modified since SINCE_S (so that whoever wrote them does not count them twice), then `KeysAged` with the least recently
 used keys that together hold WANT_BYTES, in order, then `RoomCounted`; an end of file without that is a walk that
 failed. It runs at low priority, and its memory holds the keys it will name only.
 """
@@ -30,6 +31,13 @@ class SpaceSeen(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     directories: dict[int, str]
 
 
+class KeysFresh(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="fresh", forbid_unknown_fields=True):
+    """Keys of that namespace that were modified lately, and the ranks whose files are counted."""
+
+    space: int
+    keys: list[tuple[bytes, list[int]]]
+
+
 class KeysAged(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="aged", forbid_unknown_fields=True):
     """The next keys in the order of their last use: (seconds since 1970, bytes stored, namespace, key)."""
 
@@ -46,15 +54,15 @@ class RoomCounted(
     keys: int
 
 
-RoomFrame = SpaceSeen | KeysAged | RoomCounted
+RoomFrame = SpaceSeen | KeysFresh | KeysAged | RoomCounted
 
 
-def command(root: str, want_bytes: int) -> list[str]:
+def command(root: str, want_bytes: int, since_s: float) -> list[str]:
     """Return the command line."""
-    return [sys.executable, "-m", "kvpool.procs.room_scanner", root, str(want_bytes)]
+    return [sys.executable, "-m", "kvpool.procs.room_scanner", root, str(want_bytes), repr(since_s)]
 
 
-def walk(root: str, want_bytes: int, output: BinaryIO) -> None:
+def walk(root: str, want_bytes: int, since_s: float, output: BinaryIO) -> None:
     """Walk, and write what was found."""
     encoder = msgspec.msgpack.Encoder()
 
@@ -66,7 +74,15 @@ def walk(root: str, want_bytes: int, output: BinaryIO) -> None:
     seen, spaces, oldest = Walk(), find_spaces(root), OldestKeys(want_bytes)
     for number, space in enumerate(spaces):
         write(SpaceSeen(space=number, directories=space.directories))
-        oldest.offer_all(Aged(found.used_s, found.stored_bytes, number, found.key) for found in seen.keys_of(space))
+        fresh: list[tuple[bytes, list[int]]] = []
+        for found in seen.keys_of(space):
+            oldest.offer(Aged(found.used_s, found.stored_bytes, number, found.key))
+            if found.used_s >= since_s:
+                fresh.append((found.key, list(found.files)))
+            if len(fresh) == KEYS_MAX:
+                write(KeysFresh(space=number, keys=fresh))
+                fresh = []
+        write(KeysFresh(space=number, keys=fresh))
     seen.count_rest(root, spaces)
     aged = iter(oldest.in_order())
     while part := list(islice(aged, KEYS_MAX)):
@@ -79,7 +95,7 @@ def main(arguments: list[str]) -> int:
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     with contextlib.suppress(BrokenPipeError):  # the worker is gone, and so is the interest
-        walk(arguments[0], int(arguments[1]), sys.stdout.buffer)
+        walk(arguments[0], int(arguments[1]), float(arguments[2]), sys.stdout.buffer)
     os._exit(0)  # no second flush into a broken pipe
 
 

@@ -36,8 +36,8 @@ from kvpool.health import facts
 from kvpool.health.facts import Facts
 from kvpool.io.remover import Condemned, Remover
 from kvpool.procs import room_scanner
-from kvpool.procs.room_scanner import KeysAged, RoomCounted, RoomFrame, SpaceSeen
-from kvpool.procs.scanner import Frames
+from kvpool.procs.room_scanner import KeysAged, KeysFresh, RoomCounted, RoomFrame, SpaceSeen
+from kvpool.procs.scanner import CLOCK_LAG_S, Frames
 from kvpool.procs.worker_namespaces import Namespaces
 
 log = logging.getLogger("kvpool.worker")
@@ -69,7 +69,7 @@ class _Scan:
     process: subprocess.Popen[bytes]
     named: bool
     frames: Frames[RoomFrame] = field(
-        default_factory=lambda: Frames(msgspec.msgpack.Decoder(SpaceSeen | KeysAged | RoomCounted))
+        default_factory=lambda: Frames(msgspec.msgpack.Decoder(SpaceSeen | KeysFresh | KeysAged | RoomCounted))
     )
     spaces: dict[int, dict[int, str]] = field(default_factory=dict)
     keys: list[Aged] = field(default_factory=list)
@@ -132,6 +132,8 @@ class Room:
         self._turned_ns = time.monotonic_ns()
         self._evicted_keys = self._evicted_bytes = self._spared = self._scans = 0
         self._freed_in_scan = 0
+        #: What was published since the scan under way started: object -> bytes.
+        self._fresh: dict[ObjectId, int] = {}
         self._want_count = bool(device.capacity_bytes)
 
     # ------------------------------------------------------------ what the loop asks
@@ -188,9 +190,11 @@ class Room:
 
     # ------------------------------------------------------------ what happens to objects
 
-    def published(self, slot_bytes: int) -> None:
+    def published(self, target: ObjectId, slot_bytes: int) -> None:
         """A new object is on disk; its folder is taken for a new one."""
         self._occupancy.changed(slot_bytes + ALIGNMENT_BYTES)
+        if self._scan is not None:
+            self._fresh[target] = slot_bytes + ALIGNMENT_BYTES
 
     def said_full(self) -> None:
         """A write found no room."""
@@ -219,7 +223,7 @@ class Room:
     def _start_scan(self, want_bytes: int) -> None:
         try:
             process = subprocess.Popen(
-                room_scanner.command(self._device.path, want_bytes),
+                room_scanner.command(self._device.path, want_bytes, time.time() - CLOCK_LAG_S),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 close_fds=True,
@@ -232,6 +236,7 @@ class Room:
         self._scan = _Scan(process=process, named=bool(want_bytes))
         self._occupancy.scan_started()
         self._freed_in_scan = 0
+        self._fresh.clear()
         if process.stdout is not None:
             os.set_blocking(process.stdout.fileno(), False)
             self._watch(process.stdout.fileno())
@@ -253,6 +258,11 @@ class Room:
         match frame:
             case SpaceSeen():
                 scan.spaces[frame.space] = frame.directories
+            case KeysFresh():
+                namespace = self._namespaces.find(_first(scan.spaces[frame.space]))
+                if namespace is not None:
+                    seen = [ObjectId(namespace, key, rank) for key, ranks in frame.keys for rank in ranks]
+                    self._occupancy.scan_saw(sum(self._fresh.pop(target, 0) for target in seen))
             case KeysAged():
                 scan.keys += [Aged(*key) for key in frame.keys]
             case RoomCounted():
@@ -299,7 +309,7 @@ class Room:
             taken += 1
             need_bytes -= aged.stored_bytes
             directories = self._spaces[aged.space]
-            namespace = self._namespaces.find(directories[min(directories)])
+            namespace = self._namespaces.find(_first(directories))
             if namespace is None:
                 paths = tuple(layout.object_path(directory, aged.key) for directory in directories.values())
                 self._add_to_batch(_Going(None, aged.key), paths, aged.used_s)
@@ -376,3 +386,8 @@ class Room:
             if self._scan.process.stdout is not None:
                 self._scan.process.stdout.close()
         self._remover.close()
+
+
+def _first(directories: dict[int, str]) -> str:
+    """Return the folder that names a namespace."""
+    return directories[min(directories)]

@@ -52,6 +52,15 @@ def test_what_is_written_during_a_scan_counts():
     assert ours.used_bytes == 170
 
 
+def test_what_is_written_during_a_scan_and_seen_by_it_counts_once():
+    ours = occupancy(100)
+    ours.scan_started()
+    ours.changed(50)
+    ours.scan_saw(20)
+    ours.scan_ended(120)
+    assert ours.used_bytes == 150
+
+
 def test_what_others_use_counts_against_the_floor():
     ours = occupancy(500, min_free=10_000)
     assert ours.look(Filesystem(100_000, 10_000)) == Verdict(0, storing=True, why="")
