@@ -174,7 +174,7 @@ class Planner:
         load.gpu_s += float(priced.rest[best])
         if not best:
             return Verdict(Kind.DECLINE, 0, COMPUTE, load_s=float(times[0]), recompute_s=float(times[0]))
-        reads_s = _queue(priced, best, load)
+        reads_s = _queue(profile, priced, best, load)
         wait_s, chunks = float(arrived[best]), past.chunks
         figures = (wait_s, float(times[best]), float(times[0]))
         stored_later = best >= profile.storing_from
@@ -203,8 +203,12 @@ class Planner:
 def _arrivals(ask: Ask, priced: Priced, load: Load, *, expired: bool) -> Floats:
     """Return when the bytes of a load of i chunks are on the GPU; past its deadline a request waits for no store."""
     arrived: Floats = priced.copy
-    for device, seconds in priced.reads:
-        arrived = np.maximum(arrived, seconds + load.drives_s[device])
+    devices = ask.profile.devices
+    if len(devices) == 1:
+        arrived = np.maximum(arrived, priced.reads[0] + load.drives_s[devices[0]])
+    elif devices:
+        backlog = np.array([[load.drives_s[device]] for device in devices])
+        arrived = np.maximum(arrived, (priced.reads + backlog).max(axis=0))
     first = ask.profile.storing_from
     if first < len(arrived):
         arrived = arrived.copy()
@@ -220,11 +224,10 @@ def _keep(costs: Floats, kept: int) -> int:
     return best
 
 
-def _queue(priced: Priced, best: int, load: Load) -> float:
+def _queue(profile: Profile, priced: Priced, best: int, load: Load) -> float:
     """Add the reads of the way taken to the devices' queues; return the longest of them."""
     longest_s = 0.0
-    for device, seconds in priced.reads:
-        read_s = float(seconds[best])
+    for device, read_s in zip(profile.devices, priced.reads[:, best].tolist(), strict=True):
         if read_s > 0:
             load.drives_s[device] += read_s
             longest_s = max(longest_s, read_s)
