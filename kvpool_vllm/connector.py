@@ -96,7 +96,8 @@ class KvPoolConnector(OffloadingConnector):
         self._side: SchedulerSide | None = None
         if is_scheduler:
             settings.warn(vllm_config, namespace)
-            self._side = self._scheduler_side(namespace, pool.pool.defer_backlog_s)
+            by_priority = vllm_config.scheduler_config.policy == "priority"
+            self._side = self._scheduler_side(namespace, pool.pool.defer_backlog_s, by_priority=by_priority)
 
     # ============================================================ worker role
 
@@ -136,11 +137,11 @@ class KvPoolConnector(OffloadingConnector):
 
     # ============================================================ scheduler role
 
-    def _scheduler_side(self, namespace: Any, backlog_s_max: float) -> SchedulerSide:
+    def _scheduler_side(self, namespace: Any, backlog_s_max: float, *, by_priority: bool) -> SchedulerSide:
         manager = self.scheduler.manager
         if not isinstance(manager, KvPoolManager):
             unreachable("a manager that is not ours", manager=manager)
-        return SchedulerSide(self.scheduler, manager, namespace, backlog_s_max=backlog_s_max)
+        return SchedulerSide(self.scheduler, manager, namespace, backlog_s_max=backlog_s_max, by_priority=by_priority)
 
     @property
     def _guard(self) -> Guard:

@@ -106,6 +106,17 @@ class KvPoolManager(OffloadingManager):
             return
         record.first_key = record.first_key or keys[0]
         self.guard.run(None, self.client.announce, request, list(keys), priority)
+        if not self._loads:
+            self.started(request)
+
+    def started(self, request: str) -> None:
+        """Tell the pool to read nothing ahead for *request* any more: its load has landed, or it runs without one."""
+        self.guard.run(None, self.client.started, request)
+
+    def waits_again(self, request: str) -> None:
+        """Tell the pool that *request* was preempted."""
+        if not self.has_failed(request):
+            self.guard.run(None, self.client.waits_again, request)
 
     # ------------------------------------------------------------ loads
 

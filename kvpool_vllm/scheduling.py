@@ -89,6 +89,7 @@ class SchedulerSide:
         manager: What is stored.
         namespace: Sizes of the objects.
         backlog_s_max: See :class:`Deferral`.
+        by_priority: VLLM schedules by priority: what is read ahead follows it.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class SchedulerSide:
         namespace: NamespaceSpec,
         *,
         backlog_s_max: float,
+        by_priority: bool = False,
     ) -> None:
         self._scheduler = scheduler
         self._manager = manager
@@ -108,6 +110,7 @@ class SchedulerSide:
             for group, config in self._configs.items()
         }
         self._deferral = Deferral(backlog_s_max=backlog_s_max)
+        self._by_priority = by_priority
         self._remembered: dict[str, Remembered] = {}
         self._announced: dict[str, int] = {}
         #: Requests that hold GPU blocks: they run or load.
@@ -149,7 +152,8 @@ class SchedulerSide:
         position = status.req_context.get_offload_key_position
         keys.sort(key=lambda key: position(key) or 0)  # stable: a longer request only appends
         self._announced[request.request_id] = len(keys)
-        self._manager.announce(request.request_id, keys[known:], priority=request.priority)
+        priority = request.priority if self._by_priority else 0
+        self._manager.announce(request.request_id, keys[known:], priority=priority)
 
     def finished(self, request: str) -> None:
         """Forget a request that waits or holds no longer. Its load may still be in flight."""
@@ -293,6 +297,8 @@ class SchedulerSide:
         if tokens > 0:
             status = self._states[name]
             self._deferral.admitted(name, self._missing_bytes(request, status.num_locally_computed_tokens, tokens))
+        else:
+            self._manager.started(name)
 
     def before_stores(self) -> None:
         """Know what exists: vLLM is about to choose what to store in this pass."""
@@ -305,6 +311,7 @@ class SchedulerSide:
         self._promised = None
         for name in scheduler_output.preempted_req_ids or ():
             self._holding.pop(name, None)
+            self._manager.waits_again(name)
             self._changes += 1
 
     def failed_keys(self, failed_loads: dict[int, set[bytes]]) -> None:
@@ -329,6 +336,7 @@ class SchedulerSide:
             status = self._states.get(name)
             if status is None or not status.transfer_jobs:
                 self._deferral.landed(name)
+                self._manager.started(name)
 
     def reset(self) -> None:
         """VLLM forgot its jobs."""

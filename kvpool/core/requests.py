@@ -129,6 +129,7 @@ class AnnouncedRequests:
         if known is None:
             known = self._requests[request] = _Request([], priority, 0)
         first = len(known.keys)
+        known.started = False
         known.keys.extend(keys)
         known.unanswered.update(keys)
         self._wanted.update(keys)

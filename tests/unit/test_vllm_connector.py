@@ -104,6 +104,54 @@ def test_a_finished_request_is_withdrawn(make: MakeWorld) -> None:
     assert ["a"] == world.pool.withdrawn
 
 
+def test_objects_are_kept_for_a_request_until_its_load_has_landed(make: MakeWorld) -> None:
+    world = make()
+    step, job, _, _ = load(world, "a", 2 * CHUNK + 10)
+    assert {"a"} == world.pool.waiting
+    world.report(step, loaded={job: "a"})
+    assert set() == world.pool.waiting
+
+
+def test_objects_are_kept_for_a_deferred_request(make: MakeWorld) -> None:
+    world = make()
+    world.pool.states = slow(1.0)
+    load(world, "a", 2 * CHUNK + 10)
+    world.add("b", 2 * CHUNK + 10)
+    world.hit("b")
+    assert {} == world.step().loads
+    assert "b" in world.pool.waiting
+
+
+def test_nothing_is_kept_for_a_request_that_runs_without_a_load(make: MakeWorld) -> None:
+    world = make()
+    world.add("a", CHUNK + 10)
+    world.step()
+    assert set() == world.pool.waiting
+
+
+def test_a_preempted_request_waits_again(make: MakeWorld) -> None:
+    world = make()
+    world.add("a", CHUNK + 10)
+    step = world.step()
+    step.output.preempted_req_ids = {"a"}
+    world.connector.side.step_built(step.output)
+    assert {"a"} == world.pool.waiting
+
+
+def test_nothing_is_read_ahead_for_an_engine_that_only_stores(make: MakeWorld) -> None:
+    world = make()
+    world.connector.side._manager._loads = False
+    world.add("a", CHUNK + 10)
+    assert set() == world.pool.waiting
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("fcfs", 0), ("priority", 7)])
+def test_a_requests_priority_counts_where_vllm_schedules_by_it(make: MakeWorld, policy: str, expected: int) -> None:
+    world = make(scheduling_policy=policy)
+    world.add("a", CHUNK + 10, priority=7)
+    assert expected == world.pool.priorities["a"]
+
+
 def test_an_unanswered_lookup_is_later_and_polls_do_not_repeat_it(make: MakeWorld) -> None:
     world = make()
     world.pool.default = Later(0, "unanswered")

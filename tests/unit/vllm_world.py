@@ -47,16 +47,28 @@ class FakePool:
         self.connected = True
         self.changes = 0
         self.announced: dict[str, list[bytes]] = {}
+        self.priorities: dict[str, int] = {}
         self.withdrawn: list[str] = []
+        #: Requests that wait for what is read ahead, as told.
+        self.waiting: set[str] = set()
         self.lookups = 0
         self.states: dict[int, DeviceState] = {}
         self.on_wait: Any = None
 
     def announce(self, request: str, keys: list[bytes], priority: int) -> None:
         self.announced.setdefault(request, []).extend(keys)
+        self.priorities[request] = priority
+        self.waiting.add(request)
 
     def withdraw(self, request: str) -> None:
         self.withdrawn.append(request)
+        self.waiting.discard(request)
+
+    def started(self, request: str) -> None:
+        self.waiting.discard(request)
+
+    def waits_again(self, request: str) -> None:
+        self.waiting.add(request)
 
     def pump(self) -> None:
         pass
@@ -152,13 +164,15 @@ class World:
         init_none_hash(hash_function)
         self.hasher = get_request_block_hasher(BLOCK, hash_function)
 
-    def add(self, name: str, tokens: int, *, seed: int | None = None, max_tokens: int = 4) -> Request:
+    def add(self, name: str, tokens: int, *, seed: int | None = None, max_tokens: int = 4,
+            priority: int = 0) -> Request:  # fmt: skip
         """Let a request arrive; the same *seed* means the same prefix."""
         first = sum(name.encode()) if seed is None else seed
         prompt = [(first * 7919 + index) % 2000 for index in range(tokens)]
         request = Request(
-            name, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), None, block_hasher=self.hasher
-        )
+            name, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), None, block_hasher=self.hasher,
+            priority=priority,
+        )  # fmt: skip
         self.scheduler.add_request(request)
         return request
 
