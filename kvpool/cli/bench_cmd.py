@@ -2,8 +2,10 @@
 `kvpool bench`: how fast a pool stores and loads on given directories, and what CPU it takes.
 
 Theory. A round is: a new pool on a new folder, all objects stored; that pool ended, caches dropped; another new
-pool, all objects loaded, their bytes checked; everything removed. A client process drives the pool as a rank of
-an engine would (`bench_rank`), with marks instead of copies: the pool is measured, not a GPU.
+pool, all objects loaded, their bytes checked. Files are removed at the end of all rounds, where there is room: ext4
+makes a new file slowly (up to a third of a store's CPU) while many were deleted within the last minutes. A client
+process drives the pool as a rank of an engine would (`bench_rank`), with marks instead of copies: the pool is
+measured, not a GPU.
 
 What is timed. Store: from the first object's Filled (its slot granted, its marks written) until the pool's index tells
 that the last object has its final name. Load: from the first Load until the last object is Ready for the client. Start
@@ -112,15 +114,18 @@ def run(
     """
     by_round: list[dict[str, Any]] = []
     mode, dropped = "", True
-    for number in range(rounds):
-        this = _with_seed(work, number)
-        base = 2 * number * work.total_bytes
-        with _folders(paths) as folders:
+    with contextlib.ExitStack() as kept:
+        for number in range(rounds):
+            this = _with_seed(work, number)
+            base = 2 * number * work.total_bytes
+            if not _has_room(paths, 2 * work.total_bytes):
+                kept.close()
+            folders = kept.enter_context(_folders(paths))
             plan = Plan(paths=folders, queue_depth=queue_depth, staging_bytes=staging_bytes, verify=verify)
             stored, _ = _store_round(plan, this, _part(progress, "storing", base))
             dropped = drop_caches() and dropped
             loaded, mode = _load_round(plan, this, _part(progress, "loading", base + work.total_bytes))
-        by_round.append(bench_figures.round_figures(stored, loaded))
+            by_round.append(bench_figures.round_figures(stored, loaded))
     return {
         "object_bytes": work.object_bytes,
         "objects": work.object_count,
@@ -247,6 +252,15 @@ def host() -> dict[str, Any]:
         "python": platform.python_version(),
         "kvpool": kvpool.__version__,
     }
+
+
+def _has_room(paths: Sequence[Path], needed_bytes: int) -> bool:
+    """Tell whether every path has that much space; one that cannot be asked is taken to have it."""
+    free = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            free.append(shutil.disk_usage(path).free)
+    return all(free_bytes >= needed_bytes for free_bytes in free)
 
 
 @contextlib.contextmanager

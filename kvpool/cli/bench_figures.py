@@ -19,7 +19,7 @@ MEANING: dict[str, str] = {
     "staging_bytes": "staging memory of the pool",
     "verify": "true: payload checksums are verified when an object is loaded",
     "io_mode": "effective I/O mode, as the I/O workers say",
-    "caches_dropped": "true: the page cache was dropped before each load (needs root); reads are direct in any case",
+    "caches_dropped": "true: the page cache was dropped before each load (needs root)",
     "bytes_checked": "true: every object loaded carried its marks, and a sample was compared as a whole",
     "rounds": "rounds; every other figure is the median over them, `_min` and `_max` beside it",
     "store_gbps": "10^9 payload bytes per second from the first Filled until the index tells the last object stored",

@@ -107,3 +107,14 @@ def test_the_help_explains_the_keys_of_the_json(capfd: pytest.CaptureFixture[str
     assert 0 == main(["bench", "--help"])
     text = capfd.readouterr().out
     assert [] == [name for name in bench_figures.MEANING if f"{name}:" not in text]
+
+
+def test_files_of_all_rounds_are_removed_also_where_there_is_no_room_to_keep_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(bench_cmd, "_has_room", lambda *_: False)
+    monkeypatch.setattr(bench_cmd, "drop_caches", lambda: not seen.append(len(os.listdir(tmp_path))))
+    small = Work(seed=0, object_bytes=64 << 10, object_count=4, devices=1, batch=4)
+    bench_cmd.run([tmp_path], small, 4, 8 * MIB, rounds=2, verify=True, progress=lambda _what, _done: None)
+    assert ([1, 1], []) == (seen, os.listdir(tmp_path))
