@@ -120,6 +120,7 @@ class PoolProcess:
         detached: bool = False,
         idle_exit_s: float = 0.3,
         environment: dict[str, str] | None = None,
+        worker_module: str = "tests.process.fake_worker",
         **pool_settings: Any,
     ) -> None:
         self.run_dir = str(directory / "run")
@@ -135,7 +136,7 @@ class PoolProcess:
         config = directory / "pool.json"
         config.write_text(to_json(settings))
         command = [sys.executable, "-m", "kvpool.procs.coordinator", "--config-json", str(config)]
-        command += ["--worker-module", "tests.process.fake_worker", *(["--detached"] if detached else [])]
+        command += ["--worker-module", worker_module, *(["--detached"] if detached else [])]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
         self.errors = open(directory / "errors.log", "ab")  # noqa: SIM115 - closed in close()
         self.popen = subprocess.Popen(
