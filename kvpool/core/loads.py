@@ -63,8 +63,8 @@ class Loads:
     preloads: "Preloads"
 
     def __init__(
-        self, *, open_lookahead: int, deadline_ns: int, index: KeyIndex, residency: Residency, drive: Drive,
-        actions: list[Action], counts: dict[str, int],
+        self, *, open_lookahead: int, deadline_ns: int, patience_ns: int, index: KeyIndex, residency: Residency,
+        drive: Drive, actions: list[Action], counts: dict[str, int],
     ) -> None:  # fmt: skip
         self.open_lookahead = open_lookahead
         self.index = index
@@ -76,6 +76,7 @@ class Loads:
         self.lanes: deque[Lane] = deque()
         self.lane_of: dict[SlotPool, Lane] = {}
         self.deadlines: Deadlines[Waiter] = Deadlines(deadline_ns, lambda waiter, due_ns: waiter.due_ns == due_ns)
+        self.patience: Deadlines[Lane] = Deadlines(patience_ns, lambda lane, due_ns: lane.due_ns == due_ns)
         self.queued = self.opening = self.opened = 0
         self.relieved: list[tuple[Client, SlotPool]] = []
         self.preload_reads = 0
@@ -233,6 +234,8 @@ class Loads:
         del lane.opened[read]
         lane.pool.wanted = len(lane.opened)
         self.opened -= 1
+        if not lane.opened:
+            lane.end_wait()
 
     def close(self, read: Read) -> None:
         """Give back a file that is open."""
@@ -284,7 +287,10 @@ class Loads:
         client.parked.clear()
 
     def expire(self, now_ns: int) -> None:
-        """Fail the waiters that are past their deadline."""
+        """Fail the waiters that are past their deadline; notice who has waited long enough for a slot."""
+        for lane in self.patience.expired(now_ns):
+            lane.due_ns = 0
+            lane.impatient = True
         for waiter in self.deadlines.expired(now_ns):
             self._detach(waiter)
             self.fail(waiter, Code.DEADLINE)
@@ -335,21 +341,28 @@ class Loads:
         while idle < len(lanes) and self.drive.may_read():
             lane = lanes[0]
             lanes.rotate(-1)
-            if lane.opened and self._may_take(lane):
+            read = self._next_to_read(lane, now_ns) if lane.opened else None
+            if read is not None:
                 idle = 0
-                self._start_read(lane, now_ns)
+                self._start_read(lane, read, now_ns)
             else:
                 idle += 1
 
-    def _may_take(self, lane: Lane) -> bool:
-        """Return whether the next read of *lane* can take a slot: its reserved one, a spare one, an admission's."""
-        demand, pool = next(iter(lane.opened)).demand, lane.pool
-        if (demand is not None and demand.reserved) or pool.free_for_loads():
-            return True
-        return pool.admitted > 0 and self.preloads.make_room(pool, len(lane.opened))
+    def _next_to_read(self, lane: Lane, now_ns: int) -> Read | None:
+        """Return who reads next: the first, with a spare slot or an admission's; else the first with one reserved."""
+        first, pool = next(iter(lane.opened)), lane.pool
+        if pool.free_for_loads() or pool.admitted == 0:
+            return first if pool.free_for_loads() else None
+        if lane.impatient:
+            return first if self.preloads.make_room(pool, len(lane.opened)) else None
+        for read in lane.opened:
+            if read.demand is not None and read.demand.reserved:
+                return read
+        if lane.due_ns == 0:
+            lane.due_ns = self.patience.start(lane, now_ns)
+        return None
 
-    def _start_read(self, lane: Lane, now_ns: int) -> None:
-        read = next(iter(lane.opened))
+    def _start_read(self, lane: Lane, read: Read, now_ns: int) -> None:
         self._take_opened(lane, read)
         for waiter in list(read.waiters):
             if not self.count(waiter):
@@ -358,6 +371,7 @@ class Loads:
             self.close(read)
             self.preloads.unread(read)
             return
+        lane.end_wait()
         self.preloads.take_reservation(read)
         read.phase = Phase.READING
         read.slot = self.residency.take(lane.pool, read.object, by_store=False)

@@ -42,6 +42,7 @@ class TableSettings:
         writes_inflight_beside_loads: Writes in flight while loads wait or run, at most (>= 1).
         client_share: Share of the slots of one size that one client may pin or fill while others use that size too.
         load_deadline_ns: An object of a load that is not Ready by then is failed.
+        load_patience_ns: Loads that wait for a slot and have got none for so long take an admission's.
         store_deadline_ns: A key of a store that is not granted by then is dropped.
         fill_deadline_ns: A granted store not filled by then is dropped; its slot waits for proof.
         op_deadline_ns: An operation in flight longer than this fails its waiters and counts as device trouble.
@@ -55,6 +56,7 @@ class TableSettings:
     writes_inflight_beside_loads: int = 4
     client_share: float = 0.5
     load_deadline_ns: int = 30 * 10**9
+    load_patience_ns: int = 20 * 10**6
     store_deadline_ns: int = 1 * 10**9
     fill_deadline_ns: int = 30 * 10**9
     op_deadline_ns: int = 10 * 10**9

@@ -70,8 +70,8 @@ from kvpool.errors import Code, ProtocolError, invariant, unreachable
 COUNTERS = (
     "loads_wanted", "loads_ready", "loads_failed", "loads_parked", "reads", "read_bytes", "read_errors", "corrupt",
     "stores_wanted", "keys_granted", "keys_existing", "keys_dropped", "keys_filled", "keys_stored", "keys_lost",
-    "keys_removed", "fills_late", "writes", "write_bytes", "write_errors", "writes_no_space", "ops_late", "foreign_ranks_found",
-    "cache_hits", "cache_evictions", "evicted_before_use", "preloads_asked", "preloads_reserved", "preloads_landed",
+    "keys_removed", "fills_late", "writes", "write_bytes", "write_errors", "writes_no_space", "ops_late",
+    "foreign_ranks_found", "cache_hits", "cache_evictions", "evicted_before_use", "preloads_asked", "preloads_reserved", "preloads_landed",
     "preloads_revoked", "preloads_withdrawn", "preloads_given_up", "preload_reads", "preload_hits",
 )  # fmt: skip
 
@@ -104,8 +104,9 @@ class ObjectTable:
         self._residency = Residency(self._actions, self._counts, self._index)
         self._drive = Drive(settings.iodepth, settings.writes_inflight_beside_loads, settings.op_deadline_ns)
         self._loads = Loads(
-            open_lookahead=settings.open_lookahead, deadline_ns=settings.load_deadline_ns, index=self._index,
-            residency=self._residency, drive=self._drive, actions=self._actions, counts=self._counts,
+            open_lookahead=settings.open_lookahead, deadline_ns=settings.load_deadline_ns,
+            patience_ns=settings.load_patience_ns, index=self._index, residency=self._residency, drive=self._drive,
+            actions=self._actions, counts=self._counts,
         )  # fmt: skip
         self._writes = Writes(
             full_backoff_ns=settings.device_full_backoff_ns, index=self._index, residency=self._residency,
@@ -122,7 +123,7 @@ class ObjectTable:
         )  # fmt: skip
         self._loads.stores, self._loads.preloads = self._stores, self._preloads
         self._deadlines = (
-            self._loads.deadlines, self._stores.decide_deadlines, self._stores.fill_deadlines,
+            self._loads.deadlines, self._loads.patience, self._stores.decide_deadlines, self._stores.fill_deadlines,
             self._stores.offer_deadlines, self._drive.deadlines,
         )  # fmt: skip
         self._look_again_ns = 0
@@ -248,13 +249,14 @@ class ObjectTable:
                 self._actions.append(RemoveKey(namespace=event.namespace, key=key))
 
     def _in_use(self, space: Namespace, key: bytes) -> bool:
-        """Whether some rank's object of *key* is being filled, written, read, or is pinned; cached is not in use."""
+        """Whether some rank's object of *key* is being filled, written, read, is pinned or admitted; cached is not in use."""
         if (space.namespace, key) in self._stores.filling:
             return True
         for rank in range(space.rank_count):
             object_id = ObjectId(space.namespace, key, rank)
             slot = self._residency.objects.get(object_id)
-            if object_id in self._loads.reads or (slot is not None and not slot.cached):
+            wanted = object_id in self._loads.reads or object_id in self._preloads.demands
+            if wanted or (slot is not None and not slot.cached):
                 return True
         return False
 

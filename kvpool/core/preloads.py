@@ -13,10 +13,12 @@ preload a load's, and what a store is filling is waited for instead of read. A r
 with its place among the loads' reads, even if a preload began it; when its last waiter goes, it is the
 preload's again.
 
-Only a load may take what is admitted. It takes from the last admission in order, and that one is then
-withdrawn as a whole, here and, by SendPreloadRevoked, everywhere: a request with a hole waits for its reads
-anyway. Slots being read into come back when their reads end; they are counted before a further admission is
-taken. A recalled segment whose slots are missed is the other reason for which an admission is taken.
+Only a load may take what is admitted, and only when no load got a slot of that size for `load_patience_ns`:
+beside what is admitted there are always enough slots for loads to stream through, unless a rank is slow to
+release, or stores fill them. It takes from the last admission in order, and that one is then withdrawn as a
+whole, here and, by SendPreloadRevoked, everywhere: a request with a hole waits for its reads anyway. Slots
+being read into come back when their reads end; they are counted before a further admission is taken. The
+other reason is a recalled segment whose slots are missed. A key whose files are being removed is not read.
 
 What is withdrawn becomes cache, or its slots become free.
 """
@@ -93,7 +95,7 @@ class Preloads:
         fresh = [
             Demand(object_id, pool)
             for object_id, pool in wanted.items()
-            if object_id not in self.demands and object_id not in self.index.missing
+            if object_id not in self.demands and self._may_come(object_id)
         ]
         reserved = self.accepting and self._fits(fresh)
         if reserved:
@@ -111,6 +113,11 @@ class Preloads:
                 continue  # An engine announced it that has no such group; the device has no such object.
             for rank in range(space.rank_count):
                 yield ObjectId(space.namespace, key, rank), pool
+
+    def _may_come(self, object_id: ObjectId) -> bool:
+        """Return whether that object is in staging, or its file may be there."""
+        gone = object_id in self.index.missing or self.index.is_removing(object_id)
+        return not gone or object_id in self.residency.objects or self.stores.brings(object_id)
 
     def _fits(self, fresh: list[Demand]) -> bool:
         """Return whether there is room above the floor for all of these, and a slot for each that needs one."""

@@ -66,14 +66,23 @@ class Lane:
         queued: Not opened yet, in turns by client.
         opened: Open, waiting for a slot and depth, oldest first.
         opening: Opens in flight.
+        due_ns: When loads that wait for a slot lose their patience; 0 while none waits.
+        impatient: They have lost it, and take an admission's slots.
     """
 
     pool: SlotPool
     queued: FairQueue[Read] = field(default_factory=FairQueue)
     opened: dict[Read, None] = field(default_factory=dict)
     opening: int = 0
+    due_ns: int = 0
+    impatient: bool = False
 
     @property
     def places(self) -> int:
         """Places of the look-ahead that it holds."""
         return self.opening + len(self.opened)
+
+    def end_wait(self) -> None:
+        """A load got a slot, or none waits."""
+        self.due_ns = 0
+        self.impatient = False

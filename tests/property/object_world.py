@@ -65,7 +65,7 @@ CORRUPT = "corrupt"
 
 SETTINGS = TableSettings(
     iodepth=3, open_lookahead=3, writes_inflight_beside_loads=1, client_share=0.5, load_deadline_ns=1_000_000,
-    store_deadline_ns=100, fill_deadline_ns=500, op_deadline_ns=300, device_full_backoff_ns=200,
+    load_patience_ns=40, store_deadline_ns=100, fill_deadline_ns=500, op_deadline_ns=300, device_full_backoff_ns=200,
 )  # fmt: skip
 
 #: namespace -> (rank_count, slot_bytes by group)

@@ -356,6 +356,8 @@ def test_a_load_takes_the_last_admission_as_a_whole_and_no_other() -> None:
     assert FLOOR == len(rank.pinned)
     world.load(rank, keys(40))
     run_io(world)
+    assert ["landed"] * 3 == [first.state, late.state, second.state]
+    lose_patience(world)
     assert ["landed", "revoked", "landed"] == [first.state, late.state, second.state]
     assert [SendPreloadRevoked(admission=late.admission)] == [
         action for actions in world.log for action in actions if isinstance(action, SendPreloadRevoked)
@@ -364,11 +366,42 @@ def test_a_load_takes_the_last_admission_as_a_whole_and_no_other() -> None:
     assert [] == world.withdraw(late)
 
 
+def lose_patience(world: World) -> None:
+    """Let loads wait for slots for as long as they do."""
+    world.pass_time(AHEAD.load_patience_ns)
+    run_io(world)
+
+
+def test_a_load_that_streams_through_its_own_slots_takes_nobody_elses() -> None:
+    world, [rank] = world_with(4)
+    admission = admitted(world, 1, 2, 3, 4)
+    world.load(rank, keys(*range(20, 50)))
+    for _ in range(60):
+        run_io(world)
+        world.pass_time(AHEAD.load_patience_ns // 2)
+        for job, index in list(rank.pinned)[:1]:
+            world.release(rank, job, [index])
+    assert ("landed", 30) == (admission.state, world.answers["SendReady"])
+
+
+def test_loads_whose_slots_are_reserved_do_not_wait_behind_one_that_waits_for_a_slot() -> None:
+    world, [rank] = world_with(2)
+    admission = world.admit(2, keys(1, 2))
+    world.load(rank, keys(*range(20, 20 + FLOOR)))
+    run_io(world)
+    world.load(rank, keys(40, 1, 2))
+    run_io(world)
+    assert ("reserved", FLOOR + 2) == (admission.state, len(rank.pinned))
+    world.cancel_load(rank, 2)
+    assert world.table.next_deadline_ns() is None
+
+
 def test_a_load_takes_reserved_slots_too() -> None:
     world, [rank] = world_with(3)
     admission = world.admit(2, keys(1, 2, 3))
     world.load(rank, keys(*range(20, 20 + FLOOR + 1)))
     run_io(world)
+    lose_patience(world)
     assert ("revoked", FLOOR + 1) == (admission.state, len(rank.pinned))
     assert [] == world.commit(admission)
 
@@ -388,6 +421,8 @@ def test_slots_being_read_into_are_drained_before_another_admission_is_taken() -
         for op in set(world.reading) - set(draining):
             world.end_read(op)
     assert (floor, 2) == (len(rank.pinned), len(world.opened))
+    assert ("landed", "committed") == (first.state, second.state)
+    world.pass_time(AHEAD.load_patience_ns)
     assert ("landed", "revoked") == (first.state, second.state)
     assert [ReadFile] == kinds(world.end_read(draining[0]))
     assert [ReadFile] == kinds(world.end_read(draining[1]))
@@ -399,6 +434,7 @@ def test_the_objects_of_a_revoked_admission_become_cache() -> None:
     admission = admitted(world, 1, 2, 3)
     world.load(rank, keys(*range(20, 20 + FLOOR + 1)))
     run_io(world)
+    lose_patience(world)
     assert "revoked" == admission.state
     assert [2, 1] == counted(world, "slots_cached", "evicted_before_use")
 
