@@ -11,16 +11,19 @@ The scheduler and every worker compute it on their own, from `vllm_config` and `
 what is equal in all of these processes is used (layer counts and sizes, not layer names or tensors).
 """
 
+import enum
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import vllm
-from huggingface_hub import try_to_load_from_cache
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
     build_offloading_config,
     get_offloading_group_ids,
@@ -29,6 +32,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from kvpool.wire.messages import GroupSpec, NamespaceSpec
+from kvpool_vllm.weights import weights_digest
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -37,12 +41,6 @@ if TYPE_CHECKING:
 
 #: Raised when the arrangement of bytes inside an object changes.
 STORAGE_FORMAT = 1
-#: Of each weight file, this many pieces of this size are digested, evenly spread, beside its name, size and header.
-WEIGHT_SAMPLES = 64
-WEIGHT_SAMPLE_BYTES = 4096
-#: Longest header of a safetensors file that is digested.
-_HEADER_BYTES_MAX = 64 << 20
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 #: Keys of a model's configuration that say nothing about its arithmetic.
 _CONFIG_NOISE = frozenset({"transformers_version", "architectures", "torch_dtype", "dtype", "use_cache"})
 #: Block-hash algorithms whose seed is random when PYTHONHASHSEED is not set start otherwise than this.
@@ -88,12 +86,20 @@ def _identity(
         "platform": _platform(),
         "model": model_component(model.model),
         "revision": model.revision,
+        "code_revision": model.code_revision,
+        "model_impl": model.model_impl,
         "weights": weights_digest(model.model, model.revision),
+        "weights_made": _weights_made(vllm_config),
+        "drafter": _drafter(vllm_config),
         "model_config": _model_config_digest(model),
+        "rope": _rope(model),
         "max_model_len": model.max_model_len,
         "model_dtype": model.dtype,
         "kv_dtype": config.model.dtype,
+        "cache_dtype": vllm_config.cache_config.cache_dtype,
+        "kv_scales": [sorted(vllm_config.cache_config.kv_cache_dtype_skip_layers), _kv_scales(model)],
         "quantization": model.quantization,
+        "attention": _attention(vllm_config),
         "kv_layout": kv_cache_config.kv_cache_layout or config.kv_cache_layout,
         "groups": [
             [spec.group, spec.object_bytes, group.tokens_per_block, _kind(kv_cache_config, spec.group)]
@@ -127,12 +133,23 @@ def block_bytes_of(kv_cache_config: "KVCacheConfig", group: int) -> int:
 def _kind(kv_cache_config: "KVCacheConfig", group: int) -> str:
     """Name the attention of a group and what it keeps, from one layer's spec: the scheduler has no more."""
     spec = next(iter(iter_layer_specs(kv_cache_config.kv_cache_groups[group].kv_cache_spec)))
-    facts = {
-        name: getattr(spec, name, None)
-        for name in ("block_size", "num_kv_heads", "head_size", "dtype", "sliding_window", "attention_chunk_size")
-    }
     layers = len(kv_cache_config.kv_cache_groups[group].layer_names)
-    return f"{type(spec).__name__} x{layers} " + " ".join(f"{name}={value}" for name, value in facts.items())
+    return f"{type(spec).__name__} x{layers} {_plain(spec)}"
+
+
+def _plain(value: Any) -> str:
+    """Return *value* in words that every process finds for it; of what has none, the type."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return " ".join(f"{field.name}={_plain(getattr(value, field.name))}" for field in fields(value))
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_plain(key)}: {_plain(value[key])}" for key in sorted(value, key=str)) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_plain(item) for item in value) + "]"
+    if value is None or isinstance(value, (str, int, float, Fraction, torch.dtype)):
+        return str(value)
+    return type(value).__name__
 
 
 def hash_algorithm(vllm_config: "VllmConfig") -> str:
@@ -151,58 +168,57 @@ def _platform() -> str:
     return f"{current_platform.device_type} {capability.as_version_str() if capability is not None else ''}".strip()
 
 
-def _model_config_digest(model: "ModelConfig") -> str:
-    """Digest the model's own configuration: rotary embedding, windows, norms, sizes."""
+def _attention(vllm_config: "VllmConfig") -> str:
+    """Name the attention back ends that the user chose: they arrange pages, and round, each in their way."""
+    chosen = vllm_config.attention_config
+    return f"{_plain(chosen.backend)} {_plain(chosen.backend_per_kind)}"
+
+
+def _weights_made(vllm_config: "VllmConfig") -> str:
+    """Say how weights come from their files: some ways make others of them, or make them up."""
+    load = vllm_config.load_config
+    seed = f" seed={vllm_config.model_config.seed}" if str(load.load_format) == "dummy" else ""
+    return f"{load.load_format}{seed} {_plain(load.model_loader_extra_config)}"
+
+
+def _drafter(vllm_config: "VllmConfig") -> str:
+    """Identify a speculative draft model: its layers' KV is stored beside the model's own."""
+    speculative = vllm_config.speculative_config
+    draft = speculative.draft_model_config if speculative is not None else None
+    if speculative is None or draft is None:
+        return "none"
+    digests = f"{weights_digest(draft.model, draft.revision)} {_model_config_digest(draft)}"
+    return f"{speculative.method} {model_component(draft.model)} {draft.revision} {digests}"
+
+
+def _rope(model: "ModelConfig") -> str:
+    """Return the rotary embedding's settings in words: what people change most, and want to see named."""
     text = model.hf_text_config.to_dict()
-    plain = {key: value for key, value in text.items() if key not in _CONFIG_NOISE and not key.startswith("_")}
-    return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()
+    return _plain({key: text[key] for key in text if key.startswith("rope_")})
 
 
-# ------------------------------------------------------------ weights
+def _kv_scales(model: "ModelConfig") -> str:
+    """Return what the checkpoint says about scales of the KV cache; the scales themselves are among its weights."""
+    quantization = getattr(model.hf_config, "quantization_config", None)
+    scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, Mapping) else None
+    return _plain(scheme)
 
 
-def weights_digest(model: str, revision: str | None) -> str:
-    """
-    Digest the weight files of a model as far as that is quick: names, sizes, headers and samples of the content.
-
-    Returns:
-        A digest; "unknown" when no local files are found, so that name and revision have to do.
-    """
-    folder = _weights_folder(model, revision)
-    if folder is None:
-        return "unknown"
-    digest = hashlib.sha256()
-    files = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
-    for path in files:
-        digest.update(path.name.encode())
-        for piece in _pieces(path):
-            digest.update(piece)
-    return digest.hexdigest() if files else "unknown"
+def _model_config_digest(model: "ModelConfig") -> str:
+    """Digest the model's own configuration: rotary embedding, windows, norms, sizes, encoders, quantisation."""
+    both = [_quiet(config.to_dict()) for config in (model.hf_text_config, model.hf_config)]
+    return hashlib.sha256(json.dumps(both, sort_keys=True, default=_plain).encode()).hexdigest()
 
 
-def _weights_folder(model: str, revision: str | None) -> Path | None:
-    if Path(model).is_dir():
-        return Path(model)
-    try:
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
-    except (ValueError, OSError):
-        return None
-    return Path(found).parent if isinstance(found, str) else None
-
-
-def _pieces(path: Path) -> Iterator[bytes]:
-    """Give the size, the header if it is safetensors, and evenly spread samples of a file."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        yield size.to_bytes(8, "little")
-        if path.suffix == ".safetensors":
-            file.seek(0)
-            header_bytes = int.from_bytes(file.read(8), "little")
-            yield file.read(min(header_bytes, _HEADER_BYTES_MAX))
-        step = max(1, size // WEIGHT_SAMPLES)
-        for offset in range(0, size, step):
-            file.seek(offset)
-            yield file.read(WEIGHT_SAMPLE_BYTES)
+def _quiet(value: Any) -> Any:
+    """Return a configuration without what says nothing about arithmetic, on all its levels."""
+    if isinstance(value, Mapping):
+        return {
+            str(key): _quiet(item)
+            for key, item in value.items()
+            if str(key) not in _CONFIG_NOISE and not str(key).startswith("_")
+        }
+    return [_quiet(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 # ------------------------------------------------------------ path components

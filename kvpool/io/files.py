@@ -29,6 +29,7 @@ from kvpool.wire.messages import NamespaceSpec
 QUARANTINE_FILES_MAX = 64
 #: A trial file or a manifest is written in moments; an older temporary was left by a process that was killed.
 LEFTOVER_AGE_S = 60.0
+MANIFEST_VERSION = 1
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 _TRIAL_BYTES = 4096
@@ -70,6 +71,7 @@ class DeviceFiles:
         root: The directory's absolute path.
         name: The device's name, for errors.
         private: The folder in it that is no namespace.
+        others: Fingerprint -> the namespace that was first in the plain folder of its model name.
         features: What the filesystem can do.
     """
 
@@ -85,6 +87,7 @@ class DeviceFiles:
         self.private = f"{self.root}/{layout.PRIVATE_NAME}"
         self._quarantine = f"{self.private}/{layout.QUARANTINE_NAME}"
         self._number = 0
+        self.others: dict[str, NamespaceSpec] = {}
         with self._reported("prepare"):
             os.makedirs(self.root, DIRECTORY_MODE, exist_ok=True)
             _make_directories(self.root, f"{layout.PRIVATE_NAME}/{layout.QUARANTINE_NAME}")
@@ -119,6 +122,8 @@ class DeviceFiles:
         for _ in range(3):
             found = self._maybe_manifest(path)
             if found is not None:
+                if found.spec.fingerprint != spec.fingerprint:
+                    self.others.setdefault(spec.fingerprint, found.spec)
                 return found.spec.fingerprint == spec.fingerprint
             self._publish_manifest(path, spec)
         raise OSError(errno.EIO, "manifest does not stay", path)
@@ -135,7 +140,7 @@ class DeviceFiles:
             return None
 
     def _publish_manifest(self, path: str, spec: NamespaceSpec) -> None:
-        text = msgspec.json.format(msgspec.json.encode(Manifest(format_version=1, spec=spec)), indent=2)
+        text = msgspec.json.format(msgspec.json.encode(Manifest(format_version=MANIFEST_VERSION, spec=spec)), indent=2)
         temporary = self._temporary()
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
         try:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvpool.core import layout, trailer
+from kvpool.core.identities import differences
 from kvpool.core.object_events import ObjectId
 from kvpool.core.trailer import Expected
 from kvpool.errors import invariant
@@ -110,6 +111,7 @@ class Namespaces:
             OSError: The scanner cannot be started.
         """
         directories = self._files.open_namespace(spec)
+        self._say_difference(spec)
         self._open[namespace] = Namespace(
             spec=spec,
             directories=directories,
@@ -124,6 +126,17 @@ class Namespaces:
         os.set_blocking(fd, False)
         self._scans[fd] = _Scan(namespace=namespace, process=process)
         return fd
+
+    def _say_difference(self, spec: NamespaceSpec) -> None:
+        """Say once, for each namespace, why nothing of what lies under its model's name is found."""
+        other = self._files.others.get(spec.fingerprint)
+        if other is not None:
+            log.warning(
+                "device %s: KV of %s is on disk that this engine cannot use; it differs in %s",
+                self._device,
+                spec.model_name,
+                "; ".join(differences(other, spec)) or "its fingerprint",
+            )
 
     def find(self, directory: str) -> int | None:
         """Return the namespace whose first rank's folder that is, if it is open."""

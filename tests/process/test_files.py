@@ -53,6 +53,12 @@ def test_folders_are_private_whatever_the_umask(tmp_path):
     assert 2 == len(directories)
 
 
+def test_whose_plain_folder_it_is_is_known_to_who_gets_another(device):
+    device.open_namespace(spec())
+    device.open_namespace(spec("cd" * 32, identity={"rope": "linear"}))
+    assert {"cd" * 32: spec()} == device.others
+
+
 def test_the_first_fingerprint_gets_the_plain_path_and_others_their_own(device):
     first = device.open_namespace(spec())
     second = device.open_namespace(spec("cd" * 32))

@@ -4,6 +4,7 @@
 
 import copy
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +21,10 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from kvpool.errors import ConfigError
 from kvpool.wire.messages import NamespaceSpec
-from kvpool_vllm import settings
-from kvpool_vllm.identity import block_bytes_of, model_component, namespace_of, weights_digest
+from kvpool_vllm import settings, weights
+from kvpool_vllm.identity import block_bytes_of, model_component, namespace_of
 from kvpool_vllm.versions import check_version
+from kvpool_vllm.weights import weights_digest
 from tests.unit.vllm_world import cache_config, full_attention, sliding_window, vllm_config
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -33,6 +35,12 @@ BLOCKS = 20
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(autouse=True)
+def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +90,19 @@ CHANGES: dict[str, Callable[[VllmConfig], None]] = {
     "longest sequence": _set("model_config.max_model_len", 4096),
     "revision": _set("model_config.revision", "other"),
     "rotary embedding": _set("model_config.hf_text_config.rope_theta", 5000.0),
+    "norm": _set("model_config.hf_text_config.rms_norm_eps", 1e-3),
     "quantisation": _set("model_config.quantization", "fp8"),
     "hash algorithm": _set("cache_config.prefix_caching_hash_algo", "sha256_cbor"),
     "chunk": lambda config: config.kv_transfer_config.kv_connector_extra_config.update(block_size=512),  # type: ignore[union-attr]
+    "effective kv dtype": _set("cache_config.cache_dtype", "float16"),
+    "layers without scales": _set("cache_config.kv_cache_dtype_skip_layers", ["0"]),
+    "code revision": _set("model_config.code_revision", "other"),
+    "model code": _set("model_config.model_impl", "transformers"),
+    "how weights are made": _set("load_config.load_format", "dummy"),
+    "attention back end": _set("attention_config.backend_per_kind", {"full_attention": "x"}),
+    "model's type": _set("model_config.dtype", "float32"),
+    "tensor parallel": _set("parallel_config.tensor_parallel_size", 2),
+    "context parallel": _set("parallel_config.prefill_context_parallel_size", 2),
     "ranks": _set("parallel_config.world_size", 2),
     "layout": _set("cache_config.kv_cache_layout", "LBNHC"),
 }
@@ -140,6 +158,57 @@ def test_new_weights_under_the_same_name_and_size_make_another_digest(models: Pa
     weights.write_bytes(data)
     assert before != weights_digest(str(tmp_path / "llama"), None)
     assert weights_digest(str(models / "llama"), None) == before
+
+
+def test_file_times_do_not_make_another_digest(models: Path, tmp_path: Path) -> None:
+    shutil.copytree(models / "llama", tmp_path / "llama")
+    before = weights_digest(str(tmp_path / "llama"), None)
+    for path in (tmp_path / "llama").iterdir():
+        os.utime(path, (1, 1))
+    assert before == weights_digest(str(tmp_path / "llama"), None)
+    assert before == weights_digest(str(models / "llama"), None)
+
+
+@pytest.mark.parametrize("change", ["longer", "renamed", "header"])
+def test_another_size_name_or_header_makes_another_digest(models: Path, tmp_path: Path, change: str) -> None:
+    shutil.copytree(models / "llama", tmp_path / "llama")
+    path = tmp_path / "llama" / "model.safetensors"
+    before = weights_digest(str(tmp_path / "llama"), None)
+    data = bytearray(path.read_bytes())
+    if change == "longer":
+        data += b"0"
+    elif change == "header":
+        data[20] ^= 1
+    path.write_bytes(data)
+    if change == "renamed":
+        path.rename(path.with_name("other.safetensors"))
+    assert before != weights_digest(str(tmp_path / "llama"), None)
+
+
+def test_a_file_that_was_digested_is_not_read_again_until_it_is_written(
+    models: Path, tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(models / "llama", tmp_path / "llama")
+    read: list[str] = []
+    digest_of = weights._file_digest
+    monkeypatch.setattr(weights, "_file_digest", lambda path: read.append(path.name) or digest_of(path))
+    first = weights_digest(str(tmp_path / "llama"), None)
+    assert first == weights_digest(str(tmp_path / "llama"), None)
+    assert ["model.safetensors"] == read
+    path = tmp_path / "llama" / "model.safetensors"
+    times = path.stat()
+    data = path.read_bytes()
+    path.write_bytes(data[:-8] + bytes(8))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    weights_digest(str(tmp_path / "llama"), None)
+    assert 2 == len(read), "a change whose time was set back is a change"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 1, "files": {"a": 1}}', '{"version": 0}'])
+def test_a_broken_memory_of_digests_is_no_memory(models: Path, tmp_path: Path, cache_home: Path, content: str) -> None:
+    expected = weights_digest(str(models / "llama"), None)
+    weights.remembered_path().write_text(content)
+    assert expected == weights_digest(str(models / "llama"), None)
 
 
 def test_weights_that_are_not_here_have_no_digest(tmp_path: Path) -> None:
