@@ -91,7 +91,8 @@ class Residency:
             slot.unread = False
         slot.pins += 1
         slot.uses += 1
-        self._recount(slot)
+        if slot.loose:
+            self._recount(slot)
         job.pinned[index] = slot
         self.actions.append(SendReady(client=job.client.client, job=job.job, index=index, slot=slot.ref))
 
@@ -139,7 +140,8 @@ class Residency:
     def settle(self, slot: Slot) -> None:
         """Keep a resident slot that nobody needs as cache, or let it go."""
         object_id = slot.object
-        self._recount(slot)
+        if slot.admitted or slot.loose:
+            self._recount(slot)
         if slot.pins or slot.held or slot.admitted or object_id is None:
             return
         if self.objects.get(object_id) is slot:
