@@ -35,6 +35,12 @@ class _Command(NamedTuple):
 _COMMANDS = {
     "serve": _Command("kvpool.cli.serve_cmd", "serve", "Run a pool in the foreground."),
     "health": _Command("kvpool.cli.health_cmd", "health", "Show a pool's processes and clients, and what is wrong."),
+    "doctor": _Command("kvpool.cli.doctor_cmd", "doctor", "Check whether this machine suits a pool, and what to set."),
+    "du": _Command("kvpool.cli.du_cmd", "du", "Show what devices hold, by namespace and age."),
+    "gc": _Command("kvpool.cli.gc_cmd", "gc", "Remove the keys that were not used for longest."),
+    "purge": _Command("kvpool.cli.purge_cmd", "purge", "Remove all of one namespace or model."),
+    "fsck": _Command("kvpool.cli.fsck_cmd", "fsck", "Check every stored file, and repair what can be."),
+    "resize": _Command("kvpool.cli.resize_cmd", "resize", "Give a running pool more staging memory, or less."),
     "bench": _Command("kvpool.cli.bench_cmd", "bench", "Measure store and load on given directories."),
     "config": _Command("kvpool.cli.config_cmd", "app", "Check a configuration, or print one to start from."),
 }

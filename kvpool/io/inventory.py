@@ -67,6 +67,10 @@ class Space:
         """64 hex digits; empty without a manifest."""
         return self.manifest.spec.fingerprint if self.manifest is not None else ""
 
+    def paths_of(self, key: bytes) -> tuple[str, ...]:
+        """Return where the key's files are, or would be, in rank order."""
+        return tuple(layout.object_path(directory, key) for directory in self.directories.values())
+
     @property
     def rank_count(self) -> int:
         """Ranks that a key must have."""
@@ -212,7 +216,7 @@ def find_spaces(root: str) -> list[Space]:
         if rank is not None:
             by_path.setdefault((*parts[:3], parts[4]), {})[int(rank[1])] = "/".join([root, *parts])
     return [
-        Space(directories=dict(sorted(directories.items())), manifest=_manifest_of(directories))
+        Space(directories=dict(sorted(directories.items())), manifest=manifest_of(directories))
         for _, directories in sorted(by_path.items())
     ]
 
@@ -230,7 +234,8 @@ def _matching(folder: str, depth: int) -> Iterator[tuple[str, ...]]:
                     yield (name, *rest)
 
 
-def _manifest_of(directories: dict[int, str]) -> Manifest | None:
+def manifest_of(directories: dict[int, str]) -> Manifest | None:
+    """Return what the lowest rank's manifest that can be read says."""
     for _, directory in sorted(directories.items()):
         path = f"{directory}/{layout.MANIFEST_NAME}"
         with contextlib.suppress(OSError, msgspec.MsgspecError), open(path, "rb") as file:
