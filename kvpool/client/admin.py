@@ -7,7 +7,7 @@ Blocks, up to a deadline.
 import os
 import select
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import kvpool
 from kvpool.client.launch import connect_pool
@@ -19,6 +19,8 @@ from kvpool.wire import messages as msg
 ANSWER_S = 5.0
 #: Time for a pool to write what is filled and end.
 STOP_S = 60.0
+#: Time for a pool to change its staging: to fill pages, or for running jobs to leave the segments that go.
+RESIZE_S = 600.0
 
 
 def health(run_dir: str, *, timeout_s: float = ANSWER_S) -> msg.Health:
@@ -45,6 +47,34 @@ def health(run_dir: str, *, timeout_s: float = ANSWER_S) -> msg.Health:
     finally:
         channel.close()
     raise PoolUnavailable("the pool does not answer", run_dir=run_dir, waited_s=timeout_s)
+
+
+def resize(
+    run_dir: str, staging_bytes: int, *, timeout_s: float = RESIZE_S, told: Callable[[msg.ResizeState], None]
+) -> msg.ResizeState:
+    """
+    Let the pool's staging have so many bytes; return the state when it has, or as many as the machine allows now.
+
+    Args:
+        told: Called with each state on the way.
+
+    Raises:
+        PoolUnavailable: No pool answers, or it does not get done in time; it goes on then.
+        KvpoolError: The pool refuses: names the limit and the number.
+    """
+    channel = _greeted(run_dir)
+    try:
+        channel.send(msg.ResizeWanted(staging_bytes=staging_bytes))
+        for message in _answers(channel, timeout_s):
+            if isinstance(message, msg.ResizeState):
+                told(message)
+                if message.done:
+                    return message
+    except PeerGone as error:
+        raise PoolUnavailable("the pool ended meanwhile", run_dir=run_dir) from error
+    finally:
+        channel.close()
+    raise PoolUnavailable("the change goes on, longer than expected", run_dir=run_dir, waited_s=timeout_s)
 
 
 def stop(run_dir: str, *, timeout_s: float = STOP_S) -> None:

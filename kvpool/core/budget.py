@@ -150,16 +150,29 @@ class Budget:
                     slot_bytes=slot_bytes,
                     segment_bytes_max=SEGMENT_BYTES_MAX,
                 )
-        minimum = _minimum_slots([*self._uses.values(), use])
+        self._check_minimum(self.total_bytes, [*self._uses.values(), use])
+
+    def _check_minimum(self, total_bytes: int, uses: list[_Use]) -> None:
+        minimum = _minimum_slots(uses)
         needed = len(self.devices) * sum(slot_bytes * slots for slot_bytes, slots in minimum.items())
-        if needed > self.total_bytes:
+        if needed > total_bytes:
             raise HostError(
                 "staging is too small for the open namespaces: raise [pool] staging",
-                staging_bytes=self.total_bytes,
+                staging_bytes=total_bytes,
                 needed_bytes=needed,
                 slots_per_device=sum(minimum.values()),
                 devices=len(self.devices),
             )
+
+    def resize(self, total_bytes: int) -> None:
+        """
+        Divide *total_bytes* from now on; call `plan` afterwards, and again whenever a segment is gone.
+
+        Raises:
+            HostError: The open namespaces need more; names the number.
+        """
+        self._check_minimum(total_bytes, list(self._uses.values()))
+        self.total_bytes = total_bytes
 
     def open_namespace(self, namespace: int, rank_count: int, object_bytes: Iterable[int]) -> None:
         """Count a namespace in (again is fine); call `plan` afterwards. Raises HostError if it does not fit."""
@@ -311,7 +324,9 @@ class Budget:
             coming[pair] += created_bytes
         missing = sum(bytes_ for pair, bytes_ in short.items() if self._is_worth(pair, bytes_, held[pair]))
         starving = any(coming[pair] < self._minimum_bytes(pair) for pair in short)
-        steps += self._recall(targets, held, missing, starving=starving)
+        # What is there beyond the total has to go, whoever needs it, after a shrinking one too.
+        beyond = max(0, -self.free_bytes)
+        steps += self._recall(targets, held, missing + beyond, starving=starving or beyond > 0)
         return steps, self._patience_ends_ns(now_ns)
 
     def _create(self, pair: Pair, target: int, room: int, held_bytes: int) -> list[Create]:
@@ -337,10 +352,9 @@ class Budget:
         Recall what is missing, and not already on its way, from pairs that hold more than their target.
 
         Whole segments above the target; when a pair is *starving* also one that reaches below it,
-        which its pair then gets back as a smaller one.
+        which its pair then gets back as a smaller one. Staging that shrank counts as starving.
         """
-        leaving = (State.RECALLED, State.CLOSING)
-        missing -= sum(found.segment_bytes for found in self.segments.values() if found.state in leaving)
+        missing -= self.leaving_bytes
         recalls: list[Recall] = []
         # The youngest first: the older ones hold what has proved useful for longer.
         for found in sorted(self.segments.values(), key=lambda found: -found.segment):
@@ -371,6 +385,18 @@ class Budget:
     def has_granted(self, device: int) -> bool:
         """Whether a device's worker holds any segment."""
         return any(found.pair.device == device and found.state is State.GRANTED for found in self.segments.values())
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes that are being taken back."""
+        leaving = (State.RECALLED, State.CLOSING)
+        return sum(found.segment_bytes for found in self.segments.values() if found.state in leaving)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing comes and nothing goes; quarantined segments wait for others, and count as settled."""
+        moving = (State.CREATING, State.RECALLED, State.CLOSING)
+        return self.free_bytes >= 0 and all(found.state not in moving for found in self.segments.values())
 
     @property
     def quarantined_count(self) -> int:

@@ -34,6 +34,7 @@ from kvpool.procs.coordinator_loop import Loop
 from kvpool.procs.coordinator_namespaces import Namespaces
 from kvpool.procs.coordinator_place import LOG_NAME, SOCKET_NAME
 from kvpool.procs.coordinator_preload import Preload
+from kvpool.procs.coordinator_resize import Resizes
 from kvpool.procs.coordinator_segments import Staging
 from kvpool.procs.coordinator_workers import Worker, Workers
 from kvpool.wire.messages import (
@@ -55,6 +56,7 @@ from kvpool.wire.messages import (
     PreloadRevoked,
     Refused,
     Report,
+    ResizeWanted,
     ScanEnded,
     SegmentForgotten,
     SegmentReturned,
@@ -98,7 +100,8 @@ class Coordinator:
         self._namespaces = Namespaces()
         self._directory = Directory(len(settings.device))
         shares = [DeviceShare(weight=device.weight, iodepth=device.iodepth) for device in settings.device]
-        self._staging = Staging(self.loop, settings.pool.staging_bytes, shares)
+        self._staging = Staging(self.loop, settings.pool.staging_bytes, shares, self._granted)
+        self._resizes = Resizes(self.loop, self._staging, device_count=len(settings.device))
         names = [device.name for device in settings.device]
         self._workers = Workers(
             self.loop,
@@ -226,6 +229,9 @@ class Coordinator:
                 client.peer.send(Refused(code=reason.code, message=reason.message, context=reason.context))
         self.loop.stop(Exit.OK if failed is None else failed)
 
+    def _granted(self, device: int) -> None:
+        self._preload.room_changed(device)
+
     def _stores_ended(self, message: WorkerStoresEnded) -> None:
         for number in self._directory.stores_ended(message.engine, message.kept, message.dropped):
             self._clients.attached[number].peer.hang_up(PeerGone("peer does not read", waiting="ends of stores"))
@@ -294,6 +300,8 @@ class Coordinator:
                 self._rounds.reported(client.peer, message.report, message.facts)
             case HealthWanted(), coordinator_clients.ADMIN:
                 self._rounds.asked(client.peer)
+            case ResizeWanted(staging_bytes=staging_bytes), coordinator_clients.ADMIN:
+                self._resizes.asked(client.peer, staging_bytes, draining=self.draining)
             case StopWanted(), coordinator_clients.ADMIN:
                 self.drain("asked to stop")
             case _:

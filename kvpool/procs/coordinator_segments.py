@@ -27,7 +27,7 @@ from kvpool.core.budget import Budget, Create, DeviceShare, Recall
 from kvpool.errors import HostError
 from kvpool.io import shm
 from kvpool.procs.coordinator_loop import Loop
-from kvpool.wire.messages import SegmentDown, SegmentGranted, SegmentRecalled, SegmentsGranted, SegmentUp
+from kvpool.wire.messages import ResizeState, SegmentDown, SegmentGranted, SegmentRecalled, SegmentsGranted, SegmentUp
 
 #: A worker's batches: the first at most, later ones at most. One batch is one ring.
 FIRST_BATCH_BYTES_MAX = 1 << 30
@@ -83,10 +83,18 @@ class Staging:
     Args:
         staging_bytes: As configured.
         devices: In index order.
+        granted: Called with a device that got segments.
     """
 
-    def __init__(self, loop: Loop, staging_bytes: int, devices: list[DeviceShare]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        staging_bytes: int,
+        devices: list[DeviceShare],
+        granted: Callable[[int], None] = lambda _device: None,
+    ) -> None:
         self._loop = loop
+        self._granted = granted
         self._configured_bytes = staging_bytes
         #: Why staging is smaller than configured, and the number to set; empty when it is not.
         self.advice = ""
@@ -244,7 +252,10 @@ class Staging:
             )
             holder.send(message, [self._memories[number].fd])
         holder.send(SegmentsGranted(count=len(batch)))
+        self._granted(device)
         self._tell_progress()
+        if self.budget.free_bytes < 0:  # made for a size that is not wanted any more
+            self._loop.soon(self._go_on)
 
     def _show(self, number: int, client: int, mapper: Mapper) -> None:
         memory = self._memories[number]
@@ -282,9 +293,13 @@ class Staging:
         self.budget.total_bytes -= max(0, self.budget.free_bytes)
         self._lacking(str(error))
         self._go_on()
+        self._grant_complete()
+
+    def _grant_complete(self) -> None:
+        """Grant the batches that nothing follows any more."""
         for device, making in enumerate(self._making):
             if making.running is None and not making.wanted:
-                self._grant(device)  # nothing follows that would complete its batch
+                self._grant(device)
 
     def _lacking(self, advice: str) -> None:
         if not self.advice:
@@ -302,6 +317,38 @@ class Staging:
         self.advice = ""
         self.budget.total_bytes = self._configured_bytes
         self._go_on()
+
+    # ---------------------------------------------------------------- live size
+
+    def resize(self, staging_bytes: int) -> None:
+        """
+        Let staging have so many bytes from now on; segments come and go while it is used.
+
+        Raises:
+            HostError: The open namespaces need more, or the machine has less; names the limit and the number.
+        """
+        made_bytes = self.budget.total_bytes - self.budget.free_bytes
+        if staging_bytes > self._configured_bytes:
+            shm.check_staging(max(0, staging_bytes - made_bytes))
+        self.budget.resize(staging_bytes)
+        log.info("staging is to have %.2f GiB instead of %.2f", staging_bytes / 2**30, self._configured_bytes / 2**30)
+        self._configured_bytes, self._announced_bytes, self.advice = staging_bytes, 0, ""
+        self._loop.cancel_timer("staging-retry")
+        for making in self._making:
+            while making.wanted:  # divided anew
+                self.budget.creation_failed(making.wanted.popleft().segment)
+        self._go_on()
+        self._grant_complete()
+
+    def resize_state(self) -> ResizeState:
+        """Tell how far the change has come."""
+        return ResizeState(
+            staging_bytes=self._configured_bytes,
+            ready_bytes=self.budget.statistics()["staging_granted_bytes"],
+            leaving_bytes=self.budget.leaving_bytes,
+            done=self.budget.is_settled,
+            advice=self.advice,
+        )
 
     # ---------------------------------------------------------------- taking segments down
 
@@ -326,12 +373,14 @@ class Staging:
         self.budget.gone(number)
         self._go_on()
 
-    def facts(self) -> dict[str, str | int]:
+    def facts(self) -> dict[str, str | int | float | bool]:
         """Return staging's part of the pool's health."""
         numbers = self.budget.statistics()
         return {
             "staging_bytes": self._configured_bytes,
             "staging_ready_bytes": numbers["staging_granted_bytes"],
+            "staging_leaving_bytes": self.budget.leaving_bytes,
+            "staging_changing": not self.budget.is_settled,
             "segments": len(self._memories),
             "segments_quarantined": self.budget.quarantined_count,
             **({"staging_advice": self.advice} if self.advice else {}),

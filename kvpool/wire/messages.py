@@ -277,6 +277,31 @@ class StopWanted(Message):
     """Admin: write what is filled, then end."""
 
 
+class ResizeWanted(Message):
+    """Admin: let staging have so many bytes. Answered by ResizeState, now and then until it is done, or by Refused."""
+
+    staging_bytes: int
+
+
+class ResizeState(Message):
+    """
+    How far a change of staging has come.
+
+    Attributes:
+        staging_bytes: What it is to have.
+        ready_bytes: What workers have now.
+        leaving_bytes: What is being taken back, and not given to the system yet.
+        done: It is as wanted, or as near as *advice* says.
+        advice: Why it cannot be as wanted for now; empty otherwise.
+    """
+
+    staging_bytes: int
+    ready_bytes: int
+    leaving_bytes: int
+    done: bool
+    advice: str = ""
+
+
 # ---------------------------------------------------------------- rank <-> I/O worker
 
 
@@ -537,11 +562,11 @@ class Drain(Message):
 
 
 ClientToCoordinator = (
-    Hello | CopiesEnded | SegmentForgotten | Announce | Withdraw | Report | HealthWanted | StopWanted
+    Hello | CopiesEnded | SegmentForgotten | Announce | Withdraw | Report | HealthWanted | StopWanted | ResizeWanted
 )
 CoordinatorToClient = (
     Welcome | Refused | WorkerUp | WorkerDown | SegmentUp | SegmentDown | Status | KeysChanged | StoresEnded
-    | DevicesChanged | ReportWanted | Health
+    | DevicesChanged | ReportWanted | Health | ResizeState
 )  # fmt: skip
 RankToWorker = Load | Release | LoadCancel | Store | Filled | StoreCancel
 WorkerToRank = Ready | LoadFailed | StoreAnswer

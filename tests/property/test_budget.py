@@ -32,6 +32,7 @@ class BudgetMachine(RuleBasedStateMachine):
         self.budget = Budget(self.total, [DeviceShare(weight=w, iodepth=depth) for w, depth in devices])
         self.uses: list[tuple[int, list[int]]] = []
         self.now_ns = 0
+        self.most = self.total
 
     @precondition(lambda self: len(self.uses) < 4)
     @rule(rank_count=st.integers(1, 8), sizes=st.lists(st.integers(4096, 20 * MIB), min_size=1, max_size=2))
@@ -42,6 +43,15 @@ class BudgetMachine(RuleBasedStateMachine):
             assert error.context["needed_bytes"] > self.total
         else:
             self.uses.append((rank_count, sizes))
+
+    @rule(total=st.integers(1, 512))
+    def resize(self, total: int) -> None:
+        try:
+            self.budget.resize(total * MIB)
+        except HostError as error:
+            assert error.context["needed_bytes"] > total * MIB
+        else:
+            self.total = total * MIB
 
     @rule()
     def plan(self) -> None:
@@ -97,6 +107,7 @@ class BudgetMachine(RuleBasedStateMachine):
             moving = [s for s in self.budget.segments.values() if s.state is not State.GRANTED]
             if not steps and not moving:
                 break
+            assert not self.budget.is_settled or not moving
             for found in moving:
                 if found.state is State.CREATING:
                     self.budget.created(found.segment)
@@ -106,6 +117,7 @@ class BudgetMachine(RuleBasedStateMachine):
                     self.budget.gone(found.segment)
         else:
             raise AssertionError("the division does not settle")
+        assert self.budget.is_settled
         for rank_count, sizes in self.uses:
             for size in sizes:
                 for device in range(len(self.budget.devices)):
@@ -116,7 +128,9 @@ class BudgetMachine(RuleBasedStateMachine):
         if not hasattr(self, "budget"):
             return
         self.budget.validate()
-        assert sum(s.segment_bytes for s in self.budget.segments.values()) <= self.total
+        made = sum(s.segment_bytes for s in self.budget.segments.values())
+        self.most = min(max(self.most, self.total), max(made, self.total))  # after a shrinking, until it is done
+        assert made <= self.most
         assert all(s.segment_bytes <= SEGMENT_BYTES_MAX for s in self.budget.segments.values())
         assert sum(self.budget.targets(None).values()) <= self.total
         numbers = self.budget.statistics()

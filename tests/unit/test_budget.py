@@ -219,3 +219,58 @@ def test_segment_sizes(slot_bytes: int, target: int, expected: int) -> None:
 
 def test_slots_are_cut_evenly_and_add_up() -> None:
     assert [[], [3], [4, 4], [4, 3], [3, 3, 3]] == [cut_slots(slots, 4) for slots in (0, 3, 8, 7, 9)]
+
+
+# ---------------------------------------------------------------- live size
+
+
+def test_staging_that_grows_gives_every_pair_more() -> None:
+    division = budget(1 * GIB, 1, 1)
+    division.open_namespace(1, 2, [OBJECT])
+    settle(division)
+    division.resize(2 * GIB)
+    steps = settle(division)
+    assert not any(isinstance(step, Recall) for step in steps)
+    assert [256, 256] == held(division)
+
+
+def test_staging_that_shrinks_takes_back_what_is_beyond_it_the_youngest_first() -> None:
+    division = budget(2 * GIB, 1, 1)
+    division.open_namespace(1, 2, [OBJECT])
+    settle(division)
+    oldest = min(division.segments)
+    division.resize(1 * GIB)
+    assert not division.is_settled
+    settle(division)
+    assert [128, 128] == held(division)
+    assert (0, True) == (division.free_bytes, division.is_settled)
+    assert oldest in division.segments
+
+
+def test_staging_shrinks_also_by_less_than_a_segment() -> None:
+    division = budget(1 * GIB, 1)
+    division.open_namespace(1, 2, [OBJECT])
+    settle(division)
+    division.resize(1 * GIB - 5 * SLOT)
+    settle(division)
+    assert [251] == held(division)
+    assert 0 <= division.free_bytes
+
+
+def test_what_is_being_taken_back_is_not_taken_twice() -> None:
+    division = budget(2 * GIB, 1)
+    division.open_namespace(1, 2, [OBJECT])
+    settle(division)
+    division.resize(1 * GIB)
+    first, _ = division.plan(0)
+    assert 1 * GIB == sum(division.segments[step.segment].segment_bytes for step in first)
+    assert ([], None) == division.plan(0)
+
+
+def test_staging_below_what_the_open_namespaces_need_is_refused_with_that_number() -> None:
+    division = budget(1 * GIB, 1, 1)
+    division.open_namespace(1, 4, [OBJECT])
+    with pytest.raises(HostError) as refused:
+        division.resize(16 * MIB)
+    assert 2 * 4 * SLOT == refused.value.context["needed_bytes"]
+    assert 1 * GIB == division.total_bytes
