@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
@@ -40,6 +41,12 @@ class SpecInputs:
     loads: bool
     stores: bool
 
+
+logger = init_logger(f"vllm.{__name__}")
+
+#: The ranks came first and have started the pool: without this wait the first requests would be neither loaded nor
+#: stored.
+START_WAIT_S = 10.0
 
 _inputs: ContextVar[SpecInputs] = ContextVar("kvpool_spec_inputs")
 
@@ -72,6 +79,8 @@ class KvPoolOffloadingSpec(OffloadingSpec):
         """Attach the scheduler to the pool."""
         given = self._given
         client = SchedulerClient(given.client, given.namespace, engine=self.config.engine_id)
+        if not client.wait_connected(START_WAIT_S):
+            logger.warning("kvpool: no pool yet; the engine starts, and until there is one everything is a miss")
         return KvPoolManager(
             client,
             fingerprint=given.namespace.fingerprint,

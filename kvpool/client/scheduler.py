@@ -107,6 +107,17 @@ class SchedulerClient:
         """Wait until the pool says something, at most *timeout_s*, and take it in: where lookups say "later"."""
         self._guarded(lambda: self._await_news(timeout_s), None)
 
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Wait until the pool has welcomed this scheduler, at most *timeout_s*: at the engine's start, nowhere else."""
+        due_ns = time.monotonic_ns() + int(timeout_s * 1e9)
+        while not self.connected and not self._disabled and time.monotonic_ns() < due_ns:
+            poll = select.poll()
+            if self._channel is not None:
+                poll.register(self._channel.fileno(), select.POLLIN)
+            poll.poll(RETRY_S_MIN * 1000)
+            self.pump()
+        return self.connected
+
     # ------------------------------------------------------------ stores
 
     def place_store(self, request: str, key: bytes, position: int, first_key: bytes) -> int:
