@@ -226,7 +226,11 @@ def space_short(picture: Picture) -> Iterator[Found]:
     for row in picture.of(facts.IO_WORKER):
         total, free = number(row, facts.SPACE_TOTAL_BYTES), number(row, facts.SPACE_FREE_BYTES)
         refused = number(row, facts.errors("DEVICE_FULL"))
-        if refused or (facts.SPACE_FREE_BYTES in row and free < SPACE_FREE_SHARE_MIN * total):
+        if row.get(facts.STORING) is False:
+            what = f"no stores are taken: {row.get(facts.STORING_WHY, 'there is no room')} ({gib(free)} free)"
+            advice = "Raise `capacity` or lower `min_free` of this device, or make room on its drive; loads go on."
+            yield Found(subject_of(row), what, advice)
+        elif refused or (facts.SPACE_FREE_BYTES in row and free < SPACE_FREE_SHARE_MIN * total):
             what = f"{gib(free)} free of {gib(total)}, {refused:.0f} object(s) refused for lack of space"
             advice = f"Make room on the file system of {row.get(facts.DEVICE_PATH, 'this device')}; loads go on."
             yield Found(subject_of(row), what, advice)

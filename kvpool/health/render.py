@@ -162,6 +162,8 @@ WORKER_COLUMNS: tuple[Column, ...] = (
     ("stores", joined(" ", count(facts.STORES), size(facts.BYTES_STORED)), False),
     ("dropped", count(facts.STORES_DROPPED), False),
     ("index", count(facts.INDEX_OBJECTS), False),
+    ("used", size(facts.USED_BYTES), False),
+    ("evicted", joined(" ", count(facts.EVICTED_KEYS), size(facts.EVICTED_BYTES)), False),
     ("breaker", plain(facts.BREAKER), True),
     ("errors", error_text, True),
 )

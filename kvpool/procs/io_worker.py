@@ -51,6 +51,8 @@ Facts = dict[str, str | int | float | bool]
 #: The state of the device is told at most this often, and when speed or backlog moved by this much.
 STATE_INTERVAL_NS = 50_000_000
 STATE_CHANGE = 0.1
+#: Words of an engine's mode that say that it is not the best one.
+FALLBACKS = ("threads", "plain buffers", "buffered")
 #: Set by tests only: what goes wrong on purpose (`io/faults.py`).
 FAULTS_VARIABLE = "KVPOOL_TEST_FAULTS"
 
@@ -502,6 +504,8 @@ class IoWorker:
             facts.UPTIME_S: (time.monotonic_ns() - self._started_ns) / 1e9,
             facts.WORKER_GENERATION: self._setup.worker_generation,
             facts.IO_MODE: self._engine.mode,
+            facts.IO_DEGRADED: any(word in self._engine.mode for word in FALLBACKS),
+            facts.IO_ADVICE: "Run `kvpool doctor` where the pool runs: it says what is lacking and what to set.",
             facts.VERIFY: self._verify,
             facts.DEPTH_LIMIT: self._device.iodepth,
             facts.INDEX_COMPLETE: self._namespaces.complete(),
