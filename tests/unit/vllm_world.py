@@ -55,6 +55,9 @@ class FakePool:
         self.states: dict[int, DeviceState] = {}
         self.on_wait: Any = None
 
+    def wait_connected(self, timeout_s: float) -> bool:
+        return self.connected
+
     def announce(self, request: str, keys: list[bytes], priority: int) -> None:
         self.announced.setdefault(request, []).extend(keys)
         self.priorities[request] = priority
