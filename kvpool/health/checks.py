@@ -69,6 +69,10 @@ SPACE_FREE_SHARE_MIN = 0.02
 RESTART_SETTLED_S = 60.0
 #: Above this share of the offered objects, dropped stores are worth a finding.
 STORES_DROPPED_SHARE_MAX = 0.05
+#: Above this share of the requests, objects given up unused are worth a note.
+PRELOAD_EXPIRED_SHARE_MAX = 0.1
+#: Above this share of what was read ahead, what went unused is worth a note.
+EVICTED_BEFORE_USE_SHARE_MAX = 0.02
 #: A device that published this much without one load is taken for write-only.
 WRITE_ONLY_BYTES = 16 << 30
 
@@ -286,6 +290,51 @@ def staging_short(picture: Picture) -> Iterator[Found]:
     if facts.STAGING_ADVICE in picture.pool:
         what = f"{gib(ready)} of {gib(wanted)} staging could be made"
         yield Found("pool", what, str(picture.pool[facts.STAGING_ADVICE]))
+
+
+@check
+def staging_changing(picture: Picture) -> Iterator[Found]:
+    """Staging stays as it is."""
+    pool = picture.pool
+    if pool.get(facts.STAGING_CHANGING):
+        ready, leaving = number(pool, facts.STAGING_READY_BYTES), number(pool, facts.STAGING_LEAVING_BYTES)
+        what = f"staging changes: {gib(ready)} of {gib(number(pool, facts.STAGING_BYTES))} ready"
+        if leaving:
+            what += f", {gib(leaving)} being taken back"
+        advice = "Wait; what is taken back leaves as soon as the jobs that use it have ended."
+        yield Found("pool", what, advice, degrades=False)
+
+
+@check
+def preload_crowded(picture: Picture) -> Iterator[Found]:
+    """Staging has room for a waiting request."""
+    pool = picture.pool
+    waiting, refused = number(pool, facts.PRELOAD_WAITING), number(pool, facts.PRELOAD_REFUSED)
+    if refused and waiting and facts.PRELOAD_ADMISSIONS in pool and not number(pool, facts.PRELOAD_ADMISSIONS):
+        what = f"none of {waiting:.0f} waiting requests fits into what loads and stores leave of staging"
+        advice = "Raise `staging` in [pool], or `kvpool resize` it: without room nothing is read ahead."
+        yield Found("pool", what, advice, degrades=False)
+
+
+@check
+def preload_expired(picture: Picture) -> Iterator[Found]:
+    """What is read ahead is used in time."""
+    expired, used = number(picture.pool, facts.PRELOAD_EXPIRED), number(picture.pool, facts.PRELOAD_USED)
+    if expired > PRELOAD_EXPIRED_SHARE_MAX * (expired + used):
+        what = f"{expired:.0f} of {expired + used:.0f} requests had not started when their objects were given up"
+        advice = "Lower `preload_lookahead_requests`, or raise `preload_expiry_s` if requests do wait that long."
+        yield Found("pool", what, advice, degrades=False)
+
+
+@check
+def evicted_before_use(picture: Picture) -> Iterator[Found]:
+    """What was read ahead stays until it is used."""
+    for row in picture.of(facts.IO_WORKER):
+        lost, read = number(row, facts.EVICTED_BEFORE_USE), number(row, facts.PRELOAD_READS)
+        if lost > EVICTED_BEFORE_USE_SHARE_MAX * read:
+            what = f"{lost:.0f} of {read:.0f} objects read ahead went before they were used"
+            advice = "Raise `staging` in [pool], or lower `preload_lookahead_requests`: loads take what they need."
+            yield Found(subject_of(row), what, advice, degrades=False)
 
 
 @check

@@ -158,6 +158,8 @@ WORKER_COLUMNS: tuple[Column, ...] = (
         ),
         False,
     ),
+    ("cached/ahead", joined("/", count(facts.SLOTS_CACHED), count(facts.SLOTS_ADMITTED)), False),
+    ("hits cached/ahead", joined("/", count(facts.CACHE_HITS), count(facts.PRELOAD_HITS)), False),
     ("loads", joined(" ", count(facts.LOADS), size(facts.BYTES_LOADED)), False),
     ("stores", joined(" ", count(facts.STORES), size(facts.BYTES_STORED)), False),
     ("dropped", count(facts.STORES_DROPPED), False),
@@ -199,12 +201,15 @@ def pool_text(pool: Facts) -> str:
     """Return the pool's line: who it is, its staging, its devices and clients; what is not known is left out."""
     staged = f"{size(facts.STAGING_READY_BYTES)(pool)} of {size(facts.STAGING_BYTES)(pool)}"
     healthy = f"{count(facts.DEVICES_HEALTHY)(pool)} healthy of {count(facts.DEVICES)(pool)}"
+    ahead = f"{count(facts.PRELOAD_LANDED)(pool)} of {count(facts.PRELOAD_ADMISSIONS)(pool)}"
     parts = [
         ("kvpool", plain(facts.VERSION)(pool)),
         ("", plain(facts.STATE)(pool)),
         ("in", plain(facts.RUN_DIR)(pool)),
         ("generation", plain(facts.GENERATION)(pool)),
         ("staging", staged if facts.STAGING_READY_BYTES in pool else ""),
+        ("being given back", size(facts.STAGING_LEAVING_BYTES)(pool) if pool.get(facts.STAGING_LEAVING_BYTES) else ""),
+        ("requests read ahead", ahead if facts.PRELOAD_ADMISSIONS in pool else ""),
         ("segments", count(facts.SEGMENTS)(pool)),
         ("devices", healthy if facts.DEVICES_HEALTHY in pool else ""),
         ("clients", count(facts.CLIENTS)(pool)),

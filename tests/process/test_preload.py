@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvpool.health.facts import MEANING
 from kvpool.wire import messages as m
 from tests.process.pool_harness import PoolProcess, Talker, wait_until
 
@@ -66,6 +67,7 @@ def test_an_arriving_request_has_its_objects_read_on_every_device(pool: PoolProc
     wait_resident(scheduler, b"a", b"b", b"c")
     assert [2, 1] == admitted(pool)
     facts = pool.health()[0]
+    assert {name for name in facts if name.startswith(("preload_", "staging_"))} <= set(MEANING)
     assert (1, 1, 1) == (facts["preload_admissions"], facts["preload_admissions_landed"], facts["preload_committed"])
 
 

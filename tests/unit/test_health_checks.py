@@ -89,6 +89,15 @@ SICK = [
     ("index_building", [worker(index_complete=False)], {}, False),
     ("verification_off", [worker(verify=False)], {}, False),
     ("staging_short", [worker()], {facts.STAGING_ADVICE: "Make /dev/shm at least 1 GiB."}, True),
+    ("staging_changing", [worker()], {facts.STAGING_CHANGING: True, facts.STAGING_LEAVING_BYTES: 1 << 28}, False),
+    (
+        "preload_crowded",
+        [worker()],
+        {facts.PRELOAD_WAITING: 1, facts.PRELOAD_REFUSED: 1, facts.PRELOAD_ADMISSIONS: 0},
+        False,
+    ),
+    ("preload_expired", [worker()], {facts.PRELOAD_EXPIRED: 2, facts.PRELOAD_USED: 8}, False),
+    ("evicted_before_use", [worker(evicted_before_use=3, preload_reads=100)], {}, False),
     ("slots_quarantined", [worker(slots_quarantined=1)], {}, True),
     ("slots_quarantined", [worker()], {facts.SEGMENTS_QUARANTINED: 1}, True),
     ("segments_not_pinned", [worker(), rank(segments_pinned=2)], {}, True),
@@ -122,6 +131,11 @@ def test_every_finding_says_in_one_sentence_what_to_do(
 
 def test_few_dropped_stores_are_no_finding() -> None:
     assert find(worker(stores=100, stores_dropped=5)) == []
+
+
+def test_few_expired_requests_and_few_early_evictions_are_no_finding() -> None:
+    row = worker(evicted_before_use=2, preload_reads=100)
+    assert find(row, **{facts.PRELOAD_EXPIRED: 1, facts.PRELOAD_USED: 9}) == []
 
 
 def test_a_depth_is_not_short_before_any_slot_size_is_in_use() -> None:
