@@ -84,6 +84,7 @@ SICK = [
     ("operations_late", [worker(errors_deadline=1)], {}, True),
     ("space_short", [worker(space_free_bytes=1 << 30)], {}, True),
     ("space_short", [worker(errors_device_full=1)], {}, True),
+    ("space_short", [worker(storing=False, storing_why="its capacity is used")], {}, True),
     ("stores_dropped", [worker(stores=100, stores_dropped=6)], {}, True),
     ("write_only", [worker(loads=0)], {}, True),
     ("index_building", [worker(index_complete=False)], {}, False),
