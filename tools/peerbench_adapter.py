@@ -34,7 +34,9 @@ from kvpool.client.rank import LoadObject, RankClient, StoreObject
 
 #: Below the harness's own time limit of an answer.
 TIMEOUT_S = 80.0
-#: Staging of each device beside that of its blocks: slots for the drive, and what segments of whole slots leave over.
+#: Staging of each device beside that of its blocks: slots that stores never get (queue depth and these), and what
+#: segments of whole slots leave over.
+SPARE_SLOTS = 8
 SPARE_BYTES = 256 << 20
 SPARE_SHARE = 0.1
 
@@ -241,11 +243,11 @@ class PeerAdapter(Adapter):  # type: ignore[misc] # peerbench comes without type
         paths = [os.path.join(self.ctx.data_dir, f"device{index}") for index in range(self._devices)]
         for path in paths:
             os.makedirs(path, exist_ok=True)
-        share_bytes = -(-self._work.object_count // self._devices) * self._work.slot_bytes
+        slots = -(-self._work.object_count // self._devices) + self._depth + SPARE_SLOTS
         plan = Plan(
             paths=paths,
             queue_depth=self._depth,
-            staging_bytes=self._devices * (int(share_bytes * (1 + SPARE_SHARE)) + SPARE_BYTES),
+            staging_bytes=self._devices * (int(slots * self._work.slot_bytes * (1 + SPARE_SHARE)) + SPARE_BYTES),
             verify=self.opt("verify", True),
         )
         self._pool = OwnPool(plan, self._work)
