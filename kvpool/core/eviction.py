@@ -93,6 +93,11 @@ class Occupancy:
         if self.used_bytes is not None:
             self.used_bytes = max(0, self.used_bytes + by_bytes)
 
+    @property
+    def over_high(self) -> bool:
+        """Whether what is ours is above the high watermark."""
+        return self.used_bytes is not None and 0 < self.bounds.high * self.bounds.capacity_bytes < self.used_bytes
+
     def said_full(self) -> None:
         """A write found no room."""
         self._said_full = True
@@ -104,8 +109,7 @@ class Occupancy:
         gap = int((self.bounds.high - self.bounds.low) * (capacity or used or filesystem.total_bytes))
         if self._said_full:
             self._said_full, self.pressed_bytes = False, gap
-        over_high = bool(capacity) and used is not None and used > self.bounds.high * capacity
-        self.reclaiming |= over_high or free < floor
+        self.reclaiming |= self.over_high or free < floor
         need = self.pressed_bytes
         if self.reclaiming:
             if capacity and used is not None:

@@ -41,6 +41,7 @@ class Ended(NamedTuple):
         found: PROBED: indices of the paths that exist.
         device_trouble: The error is the device's or the filesystem's, and counts for its health.
         existed: PUBLISHED: somebody else had published the same object.
+        folders: PUBLISHED: folders that had to be made for it.
     """
 
     op: int
@@ -52,6 +53,7 @@ class Ended(NamedTuple):
     found: tuple[int, ...] = ()
     device_trouble: bool = False
     existed: bool = False
+    folders: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -479,8 +479,9 @@ class RingEngine:
         started_ns = time.monotonic_ns()
         self._writes.change(1, started_ns)
         self._both.change(1, started_ns)
-        code, detail, trouble, existed = None, "", False, False
+        code, detail, trouble, existed, folders = None, "", False, False, 0
         try:
+            folders = yield from self._make_directory(directory)
             existed = bool((yield from self._write_named(segment, slot.index, directory, name)))
             self._counts["writes"] += 1
             self._counts["written_bytes"] += segment.slot_bytes
@@ -492,7 +493,12 @@ class RingEngine:
         self._writes.change(-1, started_ns + took_ns)
         self._both.change(-1, started_ns + took_ns)
         written = 0 if code else segment.slot_bytes
-        self._end(Ended(op, Kind.PUBLISHED, code, detail, written, took_ns, device_trouble=trouble, existed=existed))
+        self._end(
+            Ended(
+                op, Kind.PUBLISHED, code, detail, written, took_ns,
+                device_trouble=trouble, existed=existed, folders=folders,
+            )
+        )  # fmt: skip
 
     def _trial_chain(self, token: int) -> Chain:
         started_ns = time.monotonic_ns()
@@ -548,7 +554,6 @@ class RingEngine:
         names = self._names
         fd, temporary = -1, ""
         flags = os.O_WRONLY | self._direct_flag
-        yield from self._make_directory(directory)
         try:
             if self._features.unnamed:
                 fd = yield from self._created(names.open, directory, flags | os.O_TMPFILE)
@@ -575,15 +580,16 @@ class RingEngine:
         self._temporary_number += 1
         return layout.temporary_name(os.getpid(), self._temporary_number)
 
-    def _make_directory(self, directory: str) -> Generator[Request, int, None]:
-        """Make *directory* and what lacks above it, up to the device's own. Raises _Failed."""
-        lacking = [directory]
+    def _make_directory(self, directory: str) -> Step:
+        """Make *directory* and what lacks above it, up to the device's own; return how many. Raises _Failed."""
+        lacking, made = [directory], 0
         for _ in range(64):
             result = yield self._names.mkdir, lacking[-1], 0o700
             if result in (0, -errno.EEXIST):
                 lacking.pop()
+                made += result == 0
                 if not lacking:
-                    return
+                    return made
             elif result == -errno.ENOENT and lacking[-1] != self._files.root:
                 lacking.append(os.path.dirname(lacking[-1]))
             elif errnos.meaning("mkdir", -result) is not Meaning.RETRY:

@@ -444,7 +444,7 @@ class IoWorker:
         if ended.error is Code.DEVICE_FULL:
             self._room.said_full()
         elif ended.error is None and not ended.existed:
-            self._room.published(target, ended.bytes)
+            self._room.published(target, ended.bytes, ended.folders)
 
     def _on_error(self, ended: Ended) -> None:
         invariant(ended.error is not None, "an error without a code")

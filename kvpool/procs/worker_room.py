@@ -190,11 +190,14 @@ class Room:
 
     # ------------------------------------------------------------ what happens to objects
 
-    def published(self, target: ObjectId, slot_bytes: int) -> None:
-        """A new object is on disk; its folder is taken for a new one."""
-        self._occupancy.changed(slot_bytes + ALIGNMENT_BYTES)
+    def published(self, target: ObjectId, slot_bytes: int, folders: int) -> None:
+        """A new object is on disk, and *folders* that were made for it."""
+        stored_bytes = slot_bytes + folders * ALIGNMENT_BYTES
+        self._occupancy.changed(stored_bytes)
         if self._scan is not None:
-            self._fresh[target] = slot_bytes + ALIGNMENT_BYTES
+            self._fresh[target] = stored_bytes
+        if self._occupancy.over_high:
+            self._looked_ns = 0
 
     def said_full(self) -> None:
         """A write found no room."""

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +13,17 @@ from kvpool.errors import Code
 from kvpool.io.inventory import Walk, find_spaces
 from kvpool.wire import messages as m
 from tests.process.pool_harness import namespace
-from tests.process.worker_harness import DEVICE, OBJECT_BYTES, SLOT_BYTES, WorkerProcess, key_of
+from tests.process.worker_harness import (
+    DEVICE,
+    OBJECT_BYTES,
+    SLOT_BYTES,
+    WorkerProcess,
+    key_of,
+    mounted_disk,
+    used_bytes,
+)
 
 MIB = 1 << 20
-DISK_BYTES = 24 * MIB
 
 
 @pytest.fixture
@@ -25,22 +31,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A small ext4 of its own: a loop device over a file in shared memory."""
     with contextlib.ExitStack() as stack:
         try:
-            yield mounted(stack, tmp_path / "disk", DISK_BYTES)
+            yield mounted_disk(stack, tmp_path / "disk")
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"no loop device can be mounted here: {error}")
-
-
-def mounted(stack: contextlib.ExitStack, at: Path, size: int, *options: str) -> Path:
-    """Make and mount an ext4 of that size at *at*."""
-    image, name = tempfile.mkstemp(prefix="room-test-", dir="/dev/shm")
-    stack.callback(os.unlink, name)
-    os.ftruncate(image, size)
-    os.close(image)
-    subprocess.run(["mkfs.ext4", "-q", "-m", "0", *options, name], check=True, capture_output=True)
-    at.mkdir()
-    subprocess.run(["mount", "-o", "loop", name, str(at)], check=True, capture_output=True)
-    stack.callback(subprocess.run, ["umount", "-l", str(at)], check=True, capture_output=True)
-    return at
 
 
 @pytest.fixture
@@ -55,11 +48,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., WorkerProcess]]:
             return worker
 
         yield start_worker
-
-
-def used_bytes(root: Path) -> int:
-    """Return what lies below *root*, as du(1) counts it."""
-    return int(subprocess.run(["du", "-s", "-B1", str(root)], check=True, capture_output=True).stdout.split()[0])
 
 
 def objects_in(root: Path) -> set[bytes]:
@@ -203,7 +191,7 @@ def test_a_key_that_is_pinned_stays(disk, start):
 def test_inodes_that_run_out_stop_stores_and_loads_go_on(tmp_path, start):
     with contextlib.ExitStack() as stack:
         try:
-            disk = mounted(stack, tmp_path / "few", DISK_BYTES, "-N", "96")
+            disk = mounted_disk(stack, tmp_path / "few", "-N", "96")
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"no loop device can be mounted here: {error}")
         worker = start(disk / "kv", min_free_bytes=MIB)

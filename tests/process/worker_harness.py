@@ -8,6 +8,7 @@ import random
 import select
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -40,6 +41,24 @@ def payload_of(number: int, rank: int = 0) -> bytes:
     return random.Random(1_000 * number + rank).randbytes(OBJECT_BYTES)
 
 
+def mounted_disk(stack: contextlib.ExitStack, at: Path, *options: str, size: int = 24 << 20) -> Path:
+    """Make and mount an ext4 of that size at *at*: a loop device over a file in shared memory. Needs root."""
+    image, name = tempfile.mkstemp(prefix="disk-test-", dir="/dev/shm")
+    stack.callback(os.unlink, name)
+    os.ftruncate(image, size)
+    os.close(image)
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", *options, name], check=True, capture_output=True)
+    at.mkdir()
+    subprocess.run(["mount", "-o", "loop", name, str(at)], check=True, capture_output=True)
+    stack.callback(subprocess.run, ["umount", "-l", str(at)], check=True, capture_output=True)
+    return at
+
+
+def used_bytes(root: Path) -> int:
+    """Return what lies below *root*, as du(1) counts it; what vanishes meanwhile does not count."""
+    return int(subprocess.run(["du", "-s", "-B1", str(root)], check=False, capture_output=True).stdout.split()[0])
+
+
 class WorkerProcess:
     """
     One I/O worker on *path*; `close` ends it.
@@ -62,6 +81,7 @@ class WorkerProcess:
         pool: dict[str, Any] | None = None,
         device: dict[str, Any] | None = None,
         log: Path | None = None,
+        launcher: list[str] | None = None,
     ) -> None:
         settings = Settings(
             pool=PoolSettings(run_dir="/nowhere", **(pool or {})),
@@ -73,7 +93,14 @@ class WorkerProcess:
             environment[FAULTS_VARIABLE] = json.dumps(msgspec.to_builtins(faults))
         self.path = path
         self.log_path = log or path.parent / f"{path.name}.log"
-        command = [sys.executable, "-m", "kvpool.procs.io_worker", "--control-fd", str(theirs.fileno())]
+        command = [
+            *(launcher or []),
+            sys.executable,
+            "-m",
+            "kvpool.procs.io_worker",
+            "--control-fd",
+            str(theirs.fileno()),
+        ]
         with open(self.log_path, "ab") as errors:
             self.popen = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, stderr=errors
