@@ -35,6 +35,8 @@ from tools.tiny_models import VOCABULARY, tiny_model
 
 CHUNK = 256
 GIB = 1 << 30
+#: No new segment for so long, and all are there.
+SETTLED_S = 1.5
 
 #: Qwen3-8B's shape: 147,456 bytes of KV per token in bfloat16.
 EIGHT_B: dict[str, Any] = {
@@ -139,10 +141,10 @@ class HostPool:
         self.paths = [device / folder.name for device in devices]
         self.write_config(staging, verify=verify)
 
-    def write_config(self, staging: str, *, verify: bool) -> None:
+    def write_config(self, staging: str, *, verify: bool, patient: bool = False) -> None:
         """Write the TOML file; the next start reads it."""
         lines = ["[pool]", f'run_dir = "{self.run_dir}"', f'staging = "{staging}"', f"verify = {json.dumps(verify)}"]
-        lines += ["store_deadline_s = 30.0"]
+        lines += ["store_deadline_s = 30.0", f"answer_deadline_s = {ANSWER_S}"]
         for index, path in enumerate(self.paths):
             path.mkdir(parents=True, exist_ok=True)
             lines += ["[[device]]", f'name = "d{index}"', f'path = "{path}"']
@@ -171,17 +173,24 @@ class HostPool:
     def wait_ready(self, ranks: int, *, within_s: float = 120.0) -> float:
         """Return, in seconds, how long it took until all ranks had mapped and pinned the staging."""
         started = time.monotonic()
-        wait_for(lambda: self._ready(ranks), "staging is mapped and pinned", within_s)
-        return time.monotonic() - started
+        seen: list[tuple[float, object]] = []
 
-    def _ready(self, ranks: int) -> bool:
+        def settled() -> bool:
+            """Segments come one by one; all are there when none has come for a while."""
+            now, state = time.monotonic(), self._mapped(ranks)
+            if not seen or seen[-1][1] != state:
+                seen.append((now, state))
+            return bool(state) and now - seen[-1][0] > SETTLED_S
+
+        wait_for(settled, "staging is mapped and pinned", within_s)
+        return seen[-1][0] - started
+
+    def _mapped(self, ranks: int) -> list[int]:
+        """Return how many segments each rank has mapped; nothing while one of them has none, or some not pinned."""
         rows = [row for row in self.rows() if row.get(facts.ROLE) == facts.RANK_CLIENT]
         mapped = [int(row.get(facts.SEGMENTS_MAPPED, 0)) for row in rows]
-        if len(rows) < ranks or not all(mapped) or len(set(mapped)) != 1:
-            return False
-        pool = admin.health(str(self.run_dir)).pool
-        whole = pool.get(facts.STAGING_READY_BYTES, 0) == pool.get(facts.STAGING_BYTES, 0)
-        return whole and mapped[0] == pool.get(facts.SEGMENTS, mapped[0])
+        pinned = [int(row.get(facts.SEGMENTS_PINNED, count)) for row, count in zip(rows, mapped, strict=True)]
+        return mapped if len(rows) >= ranks and all(mapped) and mapped == pinned else []
 
     def wait_written(self, *, within_s: float = 120.0) -> None:
         """Return once everything that was filled is on the drives."""

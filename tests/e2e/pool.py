@@ -56,7 +56,12 @@ class Pool:
         self.run_dir = folder / "run"
         paths = [folder / f"d{index}" for index in range(devices)] if isinstance(devices, int) else devices
         self.devices = paths
-        self.settings: dict[str, Any] = {"staging": "256MiB", "verify": True, "answer_deadline_s": 2.0, "store_deadline_s": 20.0} | settings
+        self.settings: dict[str, Any] = {
+            "staging": "256MiB",
+            "verify": True,
+            "answer_deadline_s": 2.0,
+            "store_deadline_s": 20.0,
+        } | settings
         self.process: subprocess.Popen[bytes] | None = None
         self._start_lock = -1
         folder.mkdir(parents=True, exist_ok=True)
