@@ -128,8 +128,9 @@ class _Request:
 
 @dataclass(slots=True, kw_only=True)
 class _Namespace:
-    """Staging that one key's objects take, by KV group; and the requests that have a key."""
+    """Staging that one key's objects take on all ranks, by KV group; and the requests that have a key."""
 
+    rank_count: int
     key_bytes: dict[int, int]
     requests: dict[bytes, set[RequestId]] = field(default_factory=dict)
 
@@ -213,7 +214,7 @@ class Admission:
 
     def _open_namespace(self, event: ev.NamespaceOpened) -> None:
         sizes = {group: slot_bytes_of(size) * event.rank_count for group, size in event.object_bytes.items()}
-        self._namespaces.setdefault(event.namespace, _Namespace(key_bytes=sizes))
+        self._namespaces.setdefault(event.namespace, _Namespace(rank_count=event.rank_count, key_bytes=sizes))
 
     def _announce(self, event: ev.RequestAnnounced) -> None:
         request = self._requests.get(event.request)
@@ -482,6 +483,21 @@ class Admission:
         return actions
 
     # ------------------------------------------------------------ facts
+
+    def waiting_bytes(self) -> dict[tuple[int, int], int]:
+        """Return the staging that refused candidates want, by device and slot size, of shared objects once."""
+        keys: dict[int, set[tuple[int, bytes]]] = {}
+        for request in self._candidates():
+            if request.refused:
+                for device, of_device in request.wanted.items():
+                    keys.setdefault(device, set()).update((request.namespace, key) for key in of_device)
+        waiting: Counter[tuple[int, int]] = Counter()
+        for device, wanted in keys.items():
+            for namespace, key in wanted:
+                rank_count = self._namespaces[namespace].rank_count
+                key_bytes = self._key_bytes(namespace, key)
+                waiting[(device, key_bytes // rank_count)] += key_bytes
+        return dict(waiting)
 
     def protected_bytes(self) -> dict[int, int]:
         """Return, per device, the staging that admissions have, of objects that several have once."""

@@ -2,7 +2,8 @@
 How staging memory is divided into segments, between devices and slot sizes.
 
 Theory of operation. A *pair* is a (device, slot size) in use. Each pair has a *target* in slots,
-made of three layers that are poured one after the other as far as the memory goes:
+made of three layers that are poured one after the other as far as the memory goes, and of what pairs lend one
+another by demand (`core/lending.py`):
 
     minimum   max(2, rank_count) slots; if these do not fit, the namespace is refused with the number needed
     wanted    iodepth + 4 slots, so that the drive can be kept busy
@@ -32,6 +33,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvpool.core.lending import Lending
 from kvpool.errors import HostError, invariant
 
 SLOT_ALIGNMENT = 4096
@@ -130,6 +132,8 @@ class Budget:
         self.total_bytes = total_bytes
         self.devices = list(devices)
         self.segments: dict[int, Segment] = {}
+        #: What pairs lend one another of their shares, by demand.
+        self.lending: Lending[Pair] = Lending()
         self._uses: dict[int, _Use] = {}
         self._next_segment = 1
 
@@ -218,6 +222,8 @@ class Budget:
             for found in self.segments.values()
             if found.pair.device == device and found.state in (State.GRANTED, State.RECALLED)
         ]
+        for pair in {found.pair for found in held}:
+            self.lending.forget(pair)
         for found in held:
             found.state = State.QUARANTINED
             found.quarantined_ns = now_ns
@@ -256,6 +262,13 @@ class Budget:
         Args:
             now_ns: Takes segments in quarantine for too long out of the division; None: none of them.
         """
+        shares = self._share_targets(now_ns)
+        loans = self.lending.loans(shares)
+        lent = {pair: share + loans.get(pair, 0) for pair, share in shares.items()}
+        return {pair: target // pair.slot_bytes * pair.slot_bytes for pair, target in lent.items()}
+
+    def _share_targets(self, now_ns: int | None) -> dict[Pair, int]:
+        """Return what each pair would have if nobody lent anything."""
         total = self.total_bytes - (0 if now_ns is None else self._overdue_bytes(now_ns))
         minimum = _minimum_slots(self._uses.values())
         pairs = [Pair(device, slot_bytes) for device in range(len(self.devices)) for slot_bytes in minimum]
@@ -307,7 +320,10 @@ class Budget:
     # ---------------------------------------------------------------- steps
 
     def plan(self, now_ns: int) -> tuple[list[Create | Recall], int | None]:
-        """Return the steps towards the targets, now, and when patience with a quarantine ends (None: never)."""
+        """Return the steps towards the targets, now, and when to plan again although nothing happens (None: never)."""
+        shares = self._share_targets(now_ns)
+        floors = {pair: min(share, self._depth_bytes(pair)) for pair, share in shares.items()}
+        self.lending.divide(shares, floors, now_ns)
         targets = self.targets(now_ns)
         held = self._held_bytes()
         coming = self._coming_bytes(held, now_ns)
@@ -327,7 +343,8 @@ class Budget:
         # What is there beyond the total has to go, whoever needs it, after a shrinking one too.
         beyond = max(0, -self.free_bytes)
         steps += self._recall(targets, held, missing + beyond, starving=starving or beyond > 0)
-        return steps, self._patience_ends_ns(now_ns)
+        wakes = [self._patience_ends_ns(now_ns), self.lending.due_ns(now_ns)]
+        return steps, min((wake for wake in wakes if wake is not None), default=None)
 
     def _create(self, pair: Pair, target: int, room: int, held_bytes: int) -> list[Create]:
         """Create segments of at most *room* bytes in all."""
@@ -343,9 +360,13 @@ class Budget:
 
     def _is_worth(self, pair: Pair, missing_bytes: int, held_bytes: int) -> bool:
         """Whether a pair should get *missing_bytes* more: no tiny segments once it can keep its drive busy."""
-        depth_bytes = (self.devices[pair.device].iodepth + SLOTS_BEYOND_DEPTH) * pair.slot_bytes
-        slots_min = SEGMENT_SLOTS_MIN if held_bytes >= max(depth_bytes, self._minimum_bytes(pair)) else 1
+        slots_min = SEGMENT_SLOTS_MIN if held_bytes >= self._depth_bytes(pair) else 1
         return missing_bytes >= slots_min * pair.slot_bytes
+
+    def _depth_bytes(self, pair: Pair) -> int:
+        """What a pair needs to keep its drive busy."""
+        depth_bytes = (self.devices[pair.device].iodepth + SLOTS_BEYOND_DEPTH) * pair.slot_bytes
+        return max(depth_bytes, self._minimum_bytes(pair))
 
     def _recall(self, targets: dict[Pair, int], held: dict[Pair, int], missing: int, *, starving: bool) -> list[Recall]:
         """
@@ -449,6 +470,7 @@ class Budget:
 
     def validate(self) -> None:
         """Check every invariant of the division."""
+        self.lending.validate()
         for number, found in self.segments.items():
             invariant(number == found.segment, "a segment stands under its number", segment=found)
             invariant(found.segment_bytes % found.pair.slot_bytes == 0, "whole slots", segment=found)

@@ -60,6 +60,7 @@ from kvpool.wire.messages import (
     ScanEnded,
     SegmentForgotten,
     SegmentReturned,
+    StagingUsed,
     StopWanted,
     Welcome,
     Withdraw,
@@ -113,7 +114,9 @@ class Coordinator:
         )
         listener = channel.listen(os.path.join(settings.pool.run_dir, SOCKET_NAME))
         self._clients = Clients(self.loop, listener, self, self._namespaces)
-        self._preload = Preload(self.loop, settings, self._directory, self._send_worker)
+        self._preload = Preload(
+            self.loop, settings, self._directory, send=self._send_worker, waits=self._staging.waiting
+        )
         self._rounds = Rounds(self.loop, self._health_rows, self._pool_facts)
         self._devices_told_ns = 0
         self.loop.at_turn_end(self._tell_schedulers)
@@ -198,6 +201,8 @@ class Coordinator:
                 self._directory.scan_ended(message.namespace, worker.device)
             case PreloadAnswer() | PreloadRevoked() | PreloadLanded():
                 self._preload.worker_said(worker.device, message)
+            case StagingUsed(sizes=sizes):
+                self._staging.used(worker.device, sizes)
             case SegmentReturned():
                 self._staging.returned(message.segment)
             case Report():

@@ -38,14 +38,23 @@ class Preload:
 
     Args:
         send: Tells a device's worker, if it is ready.
+        waits: Told how much staging refused requests want, by device and slot size, when that changes.
     """
 
     def __init__(
-        self, loop: Loop, settings: Settings, directory: Directory, send: Callable[[int, Message], None]
+        self,
+        loop: Loop,
+        settings: Settings,
+        directory: Directory,
+        *,
+        send: Callable[[int, Message], None],
+        waits: Callable[[dict[tuple[int, int], int]], None],
     ) -> None:
         self._loop = loop
         self._directory = directory
         self._send = send
+        self._waits = waits
+        self._waiting: dict[tuple[int, int], int] = {}
         self.enabled = settings.pool.enable_preload
         self._backlog_bytes = [0] * len(settings.device)
         self._healthy = [True] * len(settings.device)
@@ -138,6 +147,10 @@ class Preload:
         for action in self._admission.handle(event, now_ns=time.monotonic_ns()):
             for message in _messages(action):
                 self._send(action.device, message)
+        waiting = self._admission.waiting_bytes()
+        if waiting != self._waiting:
+            self._waiting = waiting
+            self._waits(waiting)
         self._loop.set_timer("preload", self._admission.next_deadline_ns(), lambda: self._handle(ev.TimePassed()))
 
     def facts(self) -> dict[str, int | bool]:

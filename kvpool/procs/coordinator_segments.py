@@ -23,11 +23,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvpool.core.budget import Budget, Create, DeviceShare, Recall
+from kvpool.core.budget import Budget, Create, DeviceShare, Pair, Recall
 from kvpool.errors import HostError
 from kvpool.io import shm
 from kvpool.procs.coordinator_loop import Loop
-from kvpool.wire.messages import ResizeState, SegmentDown, SegmentGranted, SegmentRecalled, SegmentsGranted, SegmentUp
+from kvpool.wire.messages import (
+    ResizeState,
+    SegmentDown,
+    SegmentGranted,
+    SegmentRecalled,
+    SegmentsGranted,
+    SegmentUp,
+    SlotsUsed,
+)
 
 #: A worker's batches: the first at most, later ones at most. One batch is one ring.
 FIRST_BATCH_BYTES_MAX = 1 << 30
@@ -254,8 +262,7 @@ class Staging:
         holder.send(SegmentsGranted(count=len(batch)))
         self._granted(device)
         self._tell_progress()
-        if self.budget.free_bytes < 0:  # made for a size that is not wanted any more
-            self._loop.soon(self._go_on)
+        self._loop.soon(self._go_on)  # the division may have changed while it was made: only now can it be recalled
 
     def _show(self, number: int, client: int, mapper: Mapper) -> None:
         memory = self._memories[number]
@@ -317,6 +324,27 @@ class Staging:
         self.advice = ""
         self.budget.total_bytes = self._configured_bytes
         self._go_on()
+
+    # ---------------------------------------------------------------- demand
+
+    def used(self, device: int, sizes: list[SlotsUsed]) -> None:
+        """A device's worker told how many of its slots are in use for more than cache, or waited for."""
+        now_ns = time.monotonic_ns()
+        for told in sizes:
+            pair = Pair(device, told.slot_bytes)
+            self.budget.lending.used(pair, (told.used + told.wanted) * told.slot_bytes, now_ns)
+        self._divide_when_due(now_ns)
+
+    def waiting(self, waiting: dict[tuple[int, int], int]) -> None:
+        """Waiting requests were refused so many bytes, by device and slot size."""
+        self.budget.lending.waiting({Pair(*pair): waiting_bytes for pair, waiting_bytes in waiting.items()})
+        self._divide_when_due(time.monotonic_ns())
+
+    def _divide_when_due(self, now_ns: int) -> None:
+        """Divide again when loans may change, unless something else comes first."""
+        due_ns = self.budget.lending.due_ns(now_ns)
+        if due_ns is not None:
+            self._loop.set_timer("lending", due_ns, self._go_on)
 
     # ---------------------------------------------------------------- live size
 

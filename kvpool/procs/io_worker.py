@@ -30,6 +30,7 @@ from kvpool.core import layout
 from kvpool.core import object_events as events
 from kvpool.core.objects import ObjectTable
 from kvpool.core.speed import SpeedMeter
+from kvpool.core.usage import Usage
 from kvpool.errors import Code, Exit, HostError, InvariantError, KvpoolError, ProtocolError, invariant
 from kvpool.health import facts
 from kvpool.io import ring_engine, shm
@@ -102,6 +103,7 @@ class IoWorker:
         self._ops: dict[int, events.ObjectId] = {}
         #: Keys of admissions of which more is to come.
         self._preload_keys: dict[int, list[bytes]] = {}
+        self._usage = Usage()
         self._reads = SpeedMeter()
         self._writes = SpeedMeter()
         self._errors: dict[str, int] = {}
@@ -159,6 +161,7 @@ class IoWorker:
             self._table.next_deadline_ns(),
             self._engine.next_due_ns(),
             self._state_due_ns(),
+            self._usage.due_ns(),
             self._breaker.due_ns(),
             self._room.due_ns(),
         ]
@@ -187,6 +190,7 @@ class IoWorker:
             self._send_rank(client, message)
         self._tell_coordinator()
         self._tell_state()
+        self._tell_usage()
         self._update_poller()
 
     def _tell_coordinator(self) -> None:
@@ -492,6 +496,13 @@ class IoWorker:
             device=self._setup.device, healthy=healthy, read_bytes_per_s=speed, backlog_bytes=backlog
         )
         self._send_control(wire.WorkerState(state=state))
+
+    def _tell_usage(self) -> None:
+        for slot_bytes, pool in self._table.pools.items():
+            self._usage.seen(slot_bytes, pool.total, used=pool.total - pool.spare(), wanted=pool.wanted)
+        told = self._usage.take(time.monotonic_ns())
+        if told:
+            self._send_control(wire.StagingUsed(sizes=told))
 
     def _facts(self) -> Facts:
         space = os.statvfs(self._device.path)

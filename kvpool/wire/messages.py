@@ -509,6 +509,20 @@ class WorkerState(Message):
     state: DeviceState
 
 
+class SlotsUsed(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Slots of one size: those in use for more than cache, at most since the last word, and what waits for one."""
+
+    slot_bytes: int
+    used: int
+    wanted: int
+
+
+class StagingUsed(Message):
+    """Worker: how much of its staging is needed, when that changed."""
+
+    sizes: list[SlotsUsed]
+
+
 class PreloadReserve(Message):
     """
     Coordinator: reserve slots for all ranks' objects of these keys that are not in staging yet, or none.
@@ -576,5 +590,5 @@ CoordinatorToWorker = (
 )  # fmt: skip
 WorkerToCoordinator = (
     WorkerReady | SegmentReturned | KeysTold | ScanEnded | KeysProbed | WorkerStoresEnded | WorkerState
-    | PreloadAnswer | PreloadRevoked | PreloadLanded | Report
+    | PreloadAnswer | PreloadRevoked | PreloadLanded | StagingUsed | Report
 )

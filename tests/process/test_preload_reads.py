@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.process.pool_harness import MIB, wait_until
+from tests.process.pool_harness import MIB, namespace, wait_until
 from tests.process.real_pool import SLOT_BYTES, RealPool, is_resident, key_of, pump_until
 
 NUMBERS = range(24)
@@ -88,6 +88,20 @@ def test_fifty_requests_with_the_same_prefix_read_each_object_once(start: Callab
         scheduler.started(f"r{number}")
         scheduler.pump()
     assert len(NUMBERS) * SLOT_BYTES == pool.told("bytes_loaded")
+
+
+def test_staging_moves_from_an_idle_model_to_the_one_whose_requests_wait(start: Callable[..., RealPool]) -> None:
+    pool = start(devices=("d0",), staging_bytes=12 * MIB, preload_lookahead_requests=2)
+    rank, scheduler = pool.start_rank(), pool.start_scheduler()
+    other = namespace("b", rank_count=1, object_bytes=(150_000,))
+    pool.start_rank("engine-1", other)
+    wait_until(lambda: not pool.health()[0]["staging_changing"])
+    numbers = range(72)
+    for first in range(0, 72, 12):
+        pool.stored(rank, range(first, first + 12))
+    announce(pool, scheduler, "r", numbers)  # more than its half of staging, less than that and what is lent
+    pump_until(scheduler, lambda: is_resident(scheduler, "r", numbers), 30)
+    assert pool.health()[0]["preload_refused"]
 
 
 def test_requests_beyond_the_room_are_read_when_those_before_them_have_started(start: Callable[..., RealPool]) -> None:

@@ -53,6 +53,12 @@ class BudgetMachine(RuleBasedStateMachine):
         else:
             self.total = total * MIB
 
+    @rule(data=st.data(), used=st.integers(0, 512))
+    def demand_is_told(self, data: st.DataObject, used: int) -> None:
+        pairs = sorted(self.budget.targets(None))
+        if pairs:
+            self.budget.lending.used(data.draw(st.sampled_from(pairs)), used * MIB, self.now_ns)
+
     @rule()
     def plan(self) -> None:
         before = self.budget.free_bytes

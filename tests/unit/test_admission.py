@@ -363,6 +363,15 @@ def test_an_admission_has_landed_when_every_device_says_so(world: World) -> None
     assert 1 == world.counted("admissions_landed")
 
 
+def test_what_refused_requests_want_is_counted_by_device_and_slot_size(world: World) -> None:
+    assert {} == world.admission.waiting_bytes()
+    head_refused_behind_another(world)
+    slot_bytes = OBJECT_BYTES + 4096
+    assert {(0, slot_bytes): 2 * slot_bytes, (1, slot_bytes): 2 * slot_bytes} == world.admission.waiting_bytes()
+    world.withdraw("r1")
+    assert {} == world.admission.waiting_bytes()
+
+
 def test_protected_bytes_count_the_slots_of_all_ranks_and_a_shared_object_once(world: World) -> None:
     world.announce("r0", "a", "c")
     world.answer(1, 0, 1)

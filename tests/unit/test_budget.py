@@ -221,6 +221,28 @@ def test_slots_are_cut_evenly_and_add_up() -> None:
     assert [[], [3], [4, 4], [4, 3], [3, 3, 3]] == [cut_slots(slots, 4) for slots in (0, 3, 8, 7, 9)]
 
 
+# ---------------------------------------------------------------- loans
+
+
+def test_staging_moves_to_the_size_that_needs_it_and_back() -> None:
+    division = budget(1 * GIB, 1)
+    division.open_namespace(1, 1, [OBJECT])
+    division.open_namespace(2, 1, [2 * OBJECT])
+    settle(division)
+    small, large = sorted(division.targets(0))
+    before = division.held_slots(small)
+    division.lending.used(small, 1 * GIB, 0)
+    division.lending.used(large, 0, 0)
+    settle(division, 3 * 10**9)
+    assert 1.4 * before < division.held_slots(small) <= 1.6 * before
+    assert 20 <= division.held_slots(large)
+    later_ns = 60 * 10**9
+    division.lending.used(small, 0, later_ns)
+    division.lending.used(large, 1 * GIB, later_ns)
+    settle(division, later_ns)
+    assert division.held_slots(small) < before
+
+
 # ---------------------------------------------------------------- live size
 
 
