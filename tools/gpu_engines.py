@@ -123,7 +123,7 @@ class Host:
     def pool(self, *, verify: bool = True, devices: list[Path] | None = None) -> Iterator["HostPool"]:
         """Describe a pool of its own on the storage; its files are removed afterwards."""
         folder = Path(tempfile.mkdtemp(prefix="pool-", dir=self.work))
-        pool = HostPool(folder, devices or self.devices, self.staging, verify=verify)
+        pool = HostPool(folder, devices or self.devices, self.staging, verify=verify, patient=self.rehearse)
         try:
             yield pool
         finally:
@@ -135,16 +135,17 @@ class Host:
 class HostPool:
     """A pool that its first engine starts."""
 
-    def __init__(self, folder: Path, devices: list[Path], staging: str, *, verify: bool) -> None:
+    def __init__(self, folder: Path, devices: list[Path], staging: str, *, verify: bool, patient: bool) -> None:
         self.folder = folder
+        self.patient = patient  # of two busy processors that rehearse
         self.run_dir = folder / "run"
         self.paths = [device / folder.name for device in devices]
         self.write_config(staging, verify=verify)
 
-    def write_config(self, staging: str, *, verify: bool, patient: bool = False) -> None:
+    def write_config(self, staging: str, *, verify: bool) -> None:
         """Write the TOML file; the next start reads it."""
         lines = ["[pool]", f'run_dir = "{self.run_dir}"', f'staging = "{staging}"', f"verify = {json.dumps(verify)}"]
-        lines += ["store_deadline_s = 30.0", f"answer_deadline_s = {ANSWER_S}"]
+        lines += ["store_deadline_s = 30.0", *(["answer_deadline_s = 5.0"] if self.patient else [])]
         for index, path in enumerate(self.paths):
             path.mkdir(parents=True, exist_ok=True)
             lines += ["[[device]]", f'name = "d{index}"', f'path = "{path}"']
