@@ -12,8 +12,10 @@ from kvpool.client.rank import JobEnded, LoadObject, RankClient, StoreObject
 from kvpool.client.scheduler import Hit, SchedulerClient
 from kvpool.core.budget import slot_bytes_of
 from kvpool.wire.messages import NamespaceSpec
-from tests.process.pool_harness import WAIT_S, PoolProcess, namespace
+from tests.process.pool_harness import PoolProcess, namespace
 
+#: On a busy machine two workers take seconds to start.
+START_S = 30.0
 OBJECT_BYTES = 100_000
 SLOT_BYTES = slot_bytes_of(OBJECT_BYTES)
 
@@ -44,7 +46,7 @@ class RealPool(PoolProcess):
         spec = spec or namespace(rank_count=1, object_bytes=(OBJECT_BYTES,))
         rank = RankClient(self._config(), spec, engine=engine, rank=0, copier=MemoryCopier())
         self.clients.append(rank)
-        assert rank.wait_connected(WAIT_S)
+        assert rank.wait_connected(START_S)
         return rank
 
     def start_scheduler(self, engine: str = "engine-0") -> SchedulerClient:
@@ -120,7 +122,7 @@ class RealPool(PoolProcess):
         super().close()
 
 
-def pump_until(scheduler: SchedulerClient, what: Callable[[], object], wait_s: float = 15.0) -> None:
+def pump_until(scheduler: SchedulerClient, what: Callable[[], object], wait_s: float = START_S) -> None:
     """Let the scheduler step until *what* holds."""
     deadline = time.monotonic() + wait_s
     while not what():
