@@ -24,6 +24,8 @@ from kvpool.io import huge_pages
 
 SHM_DIR = "/dev/shm"
 
+#: Segments from this size on are rounded up to whole huge pages, at most 6 % more.
+ROUNDED_SINCE_BYTES = 32 << 20
 #: `prefault` asks for this much at a time: between two pieces it can report and other threads' signals run.
 _PREFAULT_PIECE_BYTES = 64 << 20
 _NAME = re.compile(r"kvpool-(\d+)-[0-9a-f]{16}")
@@ -43,11 +45,23 @@ def create_segment(segment_bytes: int) -> int:
         raise HostError("cannot create shared memory", directory=SHM_DIR, reason=str(error)) from error
     try:
         os.set_inheritable(memory, False)
-        os.ftruncate(memory, segment_bytes)
+        os.ftruncate(memory, backing_bytes(segment_bytes))
     except OSError as error:
         os.close(memory)
         raise HostError("cannot size shared memory", needed_bytes=segment_bytes, reason=str(error)) from error
     return memory
+
+
+def backing_bytes(segment_bytes: int) -> int:
+    """
+    Return the size of the memory behind a segment: large ones are rounded up to whole huge pages.
+
+    io_uring takes a registered buffer as few large pieces only if all its pages are of one size; with a rest in single
+    pages it hands the drive 4 KiB pieces, of which a request holds some 254: 1 MiB instead of 4.
+    """
+    if segment_bytes < ROUNDED_SINCE_BYTES:
+        return segment_bytes
+    return -(-segment_bytes // huge_pages.HUGE_BYTES) * huge_pages.HUGE_BYTES
 
 
 def _create_unlinked() -> int:
@@ -85,9 +99,9 @@ def prefault(fd: int, segment_bytes: int, progress: Callable[[int], None] | None
     Raises:
         HostError: The shared-memory file system or the memory limit does not have that much.
     """
-    done = 0
-    while done < segment_bytes:
-        piece = min(_PREFAULT_PIECE_BYTES, segment_bytes - done)
+    done, whole = 0, backing_bytes(segment_bytes)
+    while done < whole:
+        piece = min(_PREFAULT_PIECE_BYTES, whole - done)
         huge_pages.gather(fd, done, piece)
         try:
             os.posix_fallocate(fd, done, piece)
@@ -98,7 +112,7 @@ def prefault(fd: int, segment_bytes: int, progress: Callable[[int], None] | None
                 "shared memory is full",
                 limit=f"size of {SHM_DIR}, or the memory limit of this container",
                 free_bytes=shm_free_bytes(),
-                needed_bytes=segment_bytes - done,
+                needed_bytes=whole - done,
             ) from error
         done += piece
         if progress is not None:
@@ -107,7 +121,7 @@ def prefault(fd: int, segment_bytes: int, progress: Callable[[int], None] | None
 
 def punch_out(fd: int, segment_bytes: int) -> None:
     """Give the pages of a segment back to the machine, also where somebody still maps it (and would read zeros)."""
-    with mmap.mmap(fd, segment_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE) as mapping:
+    with mmap.mmap(fd, backing_bytes(segment_bytes), mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE) as mapping:
         mapping.madvise(mmap.MADV_REMOVE)
 
 

@@ -34,7 +34,7 @@ def test_a_segment_has_no_name_and_its_size_and_is_shared() -> None:
 
 
 def test_prefault_gives_every_page_its_memory_and_tells_progress() -> None:
-    size = shm._PREFAULT_PIECE_BYTES + MIB
+    size = shm._PREFAULT_PIECE_BYTES + 2 * MIB
     fd = shm.create_segment(size)
     assert 0 == os.fstat(fd).st_blocks
     told: list[int] = []
@@ -42,6 +42,20 @@ def test_prefault_gives_every_page_its_memory_and_tells_progress() -> None:
     assert size == os.fstat(fd).st_blocks * 512
     assert [shm._PREFAULT_PIECE_BYTES, size] == told
     os.close(fd)
+
+
+def test_the_memory_behind_a_large_segment_is_whole_huge_pages() -> None:
+    size = shm.ROUNDED_SINCE_BYTES + 4096
+    fd = shm.create_segment(size)
+    assert size + 2 * MIB - 4096 == os.fstat(fd).st_size
+    shm.prefault(fd, size)
+    mapping = shm.map_segment(fd, size)
+    assert (size, os.fstat(fd).st_size) == (len(mapping), 512 * os.fstat(fd).st_blocks)
+    mapping.close()
+    shm.punch_out(fd, size)
+    assert 0 == os.fstat(fd).st_blocks
+    os.close(fd)
+    assert shm.ROUNDED_SINCE_BYTES - 4096 == shm.backing_bytes(shm.ROUNDED_SINCE_BYTES - 4096)
 
 
 def test_prefault_of_more_than_there_is_says_how_much_is_missing() -> None:
