@@ -124,8 +124,8 @@ class UringRing:
     # ------------------------------------------------------------ memory
 
     def register(self, views: Sequence[memoryview]) -> bool:
-        """Register *views* as buffers 0, 1, ...; False where kernel or locked memory do not allow. Once a ring."""
-        invariant(self._buffers is None, "buffers are registered once a ring")
+        """Register *views* as buffers 0, 1, ...; False where kernel or locked memory do not allow."""
+        invariant(not self.registered, "buffers are registered once at a time")
         if not _fixed_vectors() or len(views) > BUFFER_COUNT_MAX or max(map(len, views)) > BUFFER_BYTES_MAX:
             return False
         self._buffers = uring.Iovec(list(views))
@@ -136,6 +136,19 @@ class UringRing:
                 raise
             return False
         self.registered = True
+        return True
+
+    def unregister(self) -> bool:
+        """
+        Register no buffers any more; False: not now, as prepared requests name them.
+
+        Requests that the kernel has keep their buffers until they end (Linux 6.13; earlier ones wait for them here).
+        """
+        if uring.io_uring_sq_ready(self._ring):
+            return False
+        if self.registered:
+            uring.io_uring_unregister_buffers(self._ring)
+            self.registered, self._buffers = False, None
         return True
 
     def vector(self, view: memoryview) -> Any:

@@ -11,7 +11,9 @@ from top to bottom like blocking code, while hundreds of them are under way.
               folder] · close
 
 Requests on names, and reads and writes of the first batch of segments, are made on the first ring; each further batch
-of segments has a ring of its own, since buffers can be registered once a ring. All rings hold the write end of one
+of segments has a ring of its own, since buffers cannot be added to a ring's. Registered pages stay the process's even
+when the segment is gone: so some time after one was dropped, the buffers of its ring are registered anew, with a page
+of no use at its number, and the others keep theirs. All rings hold the write end of one
 pipe. All is watched by one epoll descriptor, so that a caller's set of descriptors never changes.
 
 Does not cover: which objects to read or write, and how many at a time (`kvpool.core.objects`).
@@ -48,6 +50,11 @@ RING_ENTRIES = 512
 RETRIES_MAX = 8
 #: Threads beside iodepth that a ring of threads needs, for opens and links.
 NAME_THREADS = 8
+
+#: So long after the last segment was dropped, rings that lost some register anew.
+RENEW_NS = 500_000_000
+#: When that cannot be done at once, it is tried again after this time.
+RENEW_AGAIN_NS = 10_000_000
 
 _IGNORED = 0  # token of requests whose result nobody looks at
 _FULL_MEANS = {Meaning.FULL: Code.DEVICE_FULL}
@@ -157,6 +164,9 @@ class RingEngine:
         self._page = mmap.mmap(-1, ALIGNMENT_BYTES)  # for trials of the device; registered beside the first segments
         self._page_buffer, self._page_vector = 0, self._names.vector(memoryview(self._page))
         self._segments: dict[int, _Segment] = {}
+        self._views: dict[Ring, list[memoryview]] = {}  # what each ring has registered, by buffer number
+        self._stale: set[Ring] = set()  # rings that have dropped segments' pages registered
+        self._renew_ns = 0
         self._chains: dict[int, Chain] = {}
         self._token = _IGNORED
         self._due: list[tuple[int, int]] = []  # heap of (time, token): requests that wait on purpose
@@ -194,7 +204,8 @@ class RingEngine:
             self._add_ring(ring)
         self._names_taken = True
         views = [memoryview(item.memory) for item in batch]
-        ring.register([*views, memoryview(self._page)] if first else views)
+        self._views[ring] = [*views, memoryview(self._page)] if first else list(views)
+        ring.register(self._views[ring])
         if first:
             self._page_buffer = len(views)
         for buffer, (item, view) in enumerate(zip(batch, views, strict=True)):
@@ -204,12 +215,29 @@ class RingEngine:
 
     def drop_segment(self, segment: int) -> None:
         """Forget a segment that no operation uses; the last one of a ring ends that ring."""
-        ring = self._segments.pop(segment).ring
+        gone = self._segments.pop(segment)
+        ring = gone.ring
         if ring is self._names or any(other.ring is ring for other in self._segments.values()):
+            self._views[ring][gone.buffer] = memoryview(self._page)
+            if ring.registered:
+                self._stale.add(ring)
+                self._renew_ns = time.monotonic_ns() + RENEW_NS
             return
         self._rings.remove(ring)
+        self._stale.discard(ring)
+        del self._views[ring]
         self._epoll.unregister(ring.fd)
         ring.close()
+
+    def _renew(self, now_ns: int) -> None:
+        """Give the pages of dropped segments back, where rings still have them registered."""
+        for ring in list(self._stale):
+            ring.submit()
+            if ring.unregister():
+                ring.register(self._views[ring])
+                self._stale.discard(ring)
+        self._renew_ns = now_ns + RENEW_AGAIN_NS
+        self.mode = self._describe_mode()
 
     def _add_ring(self, ring: Ring) -> None:
         self._rings.append(ring)
@@ -288,6 +316,8 @@ class RingEngine:
             while self._due and self._due[0][0] <= now_ns:
                 self._advance(heapq.heappop(self._due)[1], 0)
         self._flush()
+        if self._stale and (now_ns := time.monotonic_ns()) >= self._renew_ns:
+            self._renew(now_ns)
         ended, self._ended = self._ended, []
         return ended
 
@@ -308,7 +338,8 @@ class RingEngine:
         """Return when reap has to be called at the latest (monotonic clock); 0 is now, None no such time."""
         if self._ended:
             return 0
-        return self._due[0][0] if self._due else None
+        due = [self._due[0][0]] if self._due else []
+        return min([*due, self._renew_ns] if self._stale else due, default=None)
 
     def in_flight(self) -> int:
         """Return the number of operations that have not ended."""

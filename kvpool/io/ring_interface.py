@@ -26,7 +26,10 @@ class Ring(Protocol):
     registered: bool
 
     def register(self, views: Sequence[memoryview]) -> bool:
-        """Register *views* as buffers 0, 1, ...; False where that cannot be had. Once a ring."""
+        """Register *views* as buffers 0, 1, ...; False where that cannot be had. Not while others are registered."""
+
+    def unregister(self) -> bool:
+        """Register no buffers any more: their pages are free; False: not now, as prepared requests name them."""
 
     def vector(self, view: memoryview) -> Any:
         """Return what read and write take for *view*. It may never be freed: make one a slot, and keep it."""

@@ -27,6 +27,7 @@ _SYS_SETUP, _SYS_ENTER, _SYS_REGISTER = 425, 426, 427
 _SINGLE_ISSUER, _DEFER_TASKRUN = 1 << 12, 1 << 13
 _FEATURE_SINGLE_MAPPING = 1
 _ENTER_GETEVENTS = 1
+_UNREGISTER_BUFFERS = 1
 _REGISTER_BUFFERS, _REGISTER_FILES, _REGISTER_EVENTFD = 0, 2, 4
 _OFFSET_RINGS, _OFFSET_ENTRIES = 0, 0x10000000
 
@@ -132,14 +133,14 @@ class SyscallRing:
         for index in range(sq_entries):  # entry i is always at place i
             self._words[sq[6] // 4 + index] = index
 
-    def _register(self, what: int, argument: bytes, count: int) -> None:
+    def _register(self, what: int, argument: bytes | None, count: int) -> None:
         _call(_SYS_REGISTER, self._ring_fd, what, argument, count)
 
     # ------------------------------------------------------------ memory
 
     def register(self, views: Sequence[memoryview]) -> bool:
-        """Register *views* as buffers 0, 1, ...; False where kernel or locked memory do not allow. Once a ring."""
-        invariant(not self.registered, "buffers are registered once a ring")
+        """Register *views* as buffers 0, 1, ...; False where kernel or locked memory do not allow."""
+        invariant(not self.registered, "buffers are registered once at a time")
         if len(views) > BUFFER_COUNT_MAX or max(map(len, views)) > BUFFER_BYTES_MAX:
             return False
         try:
@@ -149,6 +150,19 @@ class SyscallRing:
                 raise
             return False
         self.registered = True
+        return True
+
+    def unregister(self) -> bool:
+        """
+        Register no buffers any more; False: not now, as prepared requests name them.
+
+        Requests that the kernel has keep their buffers until they end (Linux 6.13; earlier ones wait for them here).
+        """
+        if self._unsubmitted:
+            return False
+        if self.registered:
+            self._register(_UNREGISTER_BUFFERS, None, 0)
+            self.registered = False
         return True
 
     def vector(self, view: memoryview) -> Memory:

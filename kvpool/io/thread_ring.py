@@ -62,6 +62,10 @@ class ThreadRing:
         """Return False: there are no registered buffers."""
         return False
 
+    def unregister(self) -> bool:
+        """There is nothing to do."""
+        return True
+
     def vector(self, view: memoryview) -> memoryview:
         """Return what :meth:`read` and :meth:`write` take for *view*."""
         return view

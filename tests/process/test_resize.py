@@ -43,6 +43,15 @@ def made_bytes(pool: RealPool) -> int:
     return sum(sizes)
 
 
+def pinned_bytes(pool: RealPool) -> int:
+    """Return the memory that the kernel has pinned for the I/O workers' rings."""
+    total = 0
+    for row in pool.worker_rows():
+        lines = Path(f"/proc/{row['pid']}/status").read_text().splitlines()
+        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmPin"))
+    return total
+
+
 class Traffic:
     """Stores once, then loads again and again on a thread of its own, until stopped; every byte is checked."""
 
@@ -106,6 +115,7 @@ def test_memory_that_is_given_back_is_free_and_the_rank_maps_it_no_more(start: C
     resize(pool, 8 * MIB)
     assert 24 * MIB < before
     wait_until(lambda: made_bytes(pool) <= 8 * MIB)
+    wait_until(lambda: pinned_bytes(pool) <= 9 * MIB)
     facts, rows = pool.health()
     assert [facts["segments"]] == [row["segments_mapped"] for row in rows if row["role"] == "rank"]
     assert () == pool.end_of(rank, pool.load(rank, range(20))).failed

@@ -304,6 +304,44 @@ def test_further_segments_serve_beside_the_first_and_can_be_dropped(make):
     assert bench.load(1).error is None
 
 
+def pinned_bytes() -> int:
+    """Return the memory of this process that the kernel has pinned."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmPin")]
+    return int(line.split()[1]) * 1024
+
+
+def test_pages_of_a_dropped_segment_are_given_back_while_the_others_of_its_batch_serve_on(make):
+    bench = make(payload_bytes=6000)
+    if not bench.engine._names.registered:
+        pytest.skip("nothing is registered here")
+    one, other = (mmap.mmap(-1, bench.slot_bytes * 1024) for _ in range(2))
+    batch = [SegmentMemory(8, one, bench.slot_bytes), SegmentMemory(9, other, bench.slot_bytes)]
+    bench.engine.add_segments(batch)
+    payload = bench.fill(0, 1)
+    bench.publish(1, 0)
+    bench.wait(1)
+    op = bench.open(1)
+    bench.wait(1)
+    before = pinned_bytes()
+    bench.engine.drop_segment(8)
+    bench.engine.read_file(op, SlotRef(9, 3), bench.expected(1))  # on its way while the buffers change
+    assert bench.wait(1)[0].error is None
+    deadline = time.monotonic() + 10
+    while bench.engine._stale:
+        assert time.monotonic() < deadline
+        due_ns = bench.engine.next_due_ns()
+        assert due_ns is not None
+        select.select(bench.engine.fds(), [], [], max(0.0, (due_ns - time.monotonic_ns()) / 1e9))
+        bench.engine.reap()
+    assert 1024 * bench.slot_bytes - 4096 == before - pinned_bytes()  # a page stands in for it
+    assert payload == other[3 * bench.slot_bytes : 3 * bench.slot_bytes + 6000]
+    op = bench.open(1)
+    bench.wait(1)
+    bench.engine.read_file(op, SlotRef(9, 1000), bench.expected(1))
+    assert bench.wait(1)[0].error is None
+    assert bench.engine.mode.count("registered")
+
+
 def test_an_object_of_another_size_than_its_slot_is_our_mistake(make):
     bench = make(payload_bytes=6000)
     with pytest.raises(InvariantError, match="fills its slot"):
