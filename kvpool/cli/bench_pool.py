@@ -327,7 +327,8 @@ class OwnPool:
         while sum(number(row, facts.SLOTS_FREE) for row in self.worker_rows()) < slots:
             if time.monotonic() > deadline:
                 raise PoolUnavailable("staging does not become ready", waited_s=STALL_S, log=self.log_tail())
-            time.sleep(STAGED_EVERY_S)
+            if select.select([self.watch], [], [], STAGED_EVERY_S)[0]:
+                self.watch.pump()
 
     def worker_rows(self) -> list[Facts]:
         """Return the rows of the I/O workers."""
