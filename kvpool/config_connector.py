@@ -5,7 +5,7 @@ Theory. Without a TOML file, a few keys describe one device and one pool. Every 
 the name of a feature that does not exist yet, which may be spelled as switched off and is refused otherwise;
 vLLM's own, which is passed over; or unknown, which is an error. `kvpool_config` names a TOML file and wins.
 
-Does not cover: settings that vLLM itself reads from there.
+Does not cover: settings that vLLM itself reads from there, and how one engine decides (`config_planner.py`).
 """
 
 import logging
@@ -28,12 +28,12 @@ from kvpool.config import (
     refuse_unknown,
     wrong,
 )
+from kvpool.config_planner import KEYS as PLANNER_KEYS
+from kvpool.config_planner import SOURCE, planner_settings
 from kvpool.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-#: What errors call the place of these keys.
-SOURCE = "kv_connector_extra_config"
 #: The one device's name.
 DEVICE_NAME = "storage"
 
@@ -68,14 +68,11 @@ def _is(*values: object) -> Callable[[Any], bool]:
 
 _REFUSALS = {
     "preload_share_staging": _Refusal(_is(True), "true; an object always has one read and one slot, whoever wants it"),
-    "prefix_cache_break_even_path": _Refusal(_is(None), "nothing; break-even files are not there yet"),
-    "load_planner": _Refusal(_is("off"), '"off"; the load planner is not there yet'),
-    "load_planner_defer_tolerance": _Refusal(_is(), "nothing; the load planner is not there yet"),
-    "load_planner_defer_deadline_max_s": _Refusal(_is(), "nothing; the load planner is not there yet"),
     "canonical_layout": _Refusal(_is(False, None), "false; kvpool stores each rank's own layout"),
 }
 
-_KEYS = ("kvpool_config", "shared_storage_path", "staging_mem", *_DEVICE_KEYS, *_POOL_KEYS, *_REFUSALS, *VLLM_KEYS)
+_OURS = ("kvpool_config", "shared_storage_path", "staging_mem", *_DEVICE_KEYS, *_POOL_KEYS, *PLANNER_KEYS)
+_KEYS = (*_OURS, *_REFUSALS, *VLLM_KEYS)
 
 
 def settings_from_connector(extra: Mapping[str, Any]) -> Settings:
@@ -91,6 +88,7 @@ def settings_from_connector(extra: Mapping[str, Any]) -> Settings:
     for key, refusal in _REFUSALS.items():
         if key in extra and not refusal.harmless(extra[key]):
             raise wrong(SOURCE, key, extra[key], refusal.allowed)
+    planner_settings(extra)  # wrong ones are told at start, in every role
     if extra.get("kvpool_config") is not None:
         return _from_file(extra)
     return _embedded(extra)

@@ -35,13 +35,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.logger import init_logger
 
 from kvpool.client.launch import ClientConfig
+from kvpool.config_planner import planner_settings
 from kvpool.errors import unreachable
 from kvpool_vllm import settings
 from kvpool_vllm.guard import Guard
 from kvpool_vllm.identity import namespace_of
 from kvpool_vllm.logs import share_vllm_log
 from kvpool_vllm.manager import KvPoolManager
-from kvpool_vllm.scheduling import SchedulerSide
+from kvpool_vllm.planning import Planning
+from kvpool_vllm.scheduling import SchedulerSide, kv_bytes_per_token, main_group
 from kvpool_vllm.spec import SpecInputs, inputs
 from kvpool_vllm.worker import KvPoolWorker, LoadFailure
 
@@ -52,6 +54,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from kvpool.config import Settings
+    from kvpool.wire.messages import NamespaceSpec
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -97,7 +102,10 @@ class KvPoolConnector(OffloadingConnector):
         if is_scheduler:
             settings.warn(vllm_config, namespace)
             by_priority = vllm_config.scheduler_config.policy == "priority"
-            self._side = self._scheduler_side(namespace, pool.pool.defer_backlog_s, by_priority=by_priority)
+            planning = self._planning(vllm_config, namespace, pool)
+            self._side = self._scheduler_side(
+                namespace, pool.pool.defer_backlog_s, by_priority=by_priority, planning=planning
+            )
 
     # ============================================================ worker role
 
@@ -137,11 +145,45 @@ class KvPoolConnector(OffloadingConnector):
 
     # ============================================================ scheduler role
 
-    def _scheduler_side(self, namespace: Any, backlog_s_max: float, *, by_priority: bool) -> SchedulerSide:
+    def _scheduler_side(
+        self, namespace: "NamespaceSpec", backlog_s_max: float, *, by_priority: bool, planning: Planning | None
+    ) -> SchedulerSide:
+        manager = self._manager
+        return SchedulerSide(
+            self.scheduler,
+            manager,
+            namespace,
+            backlog_s_max=backlog_s_max,
+            by_priority=by_priority,
+            planning=planning,
+        )
+
+    @property
+    def _manager(self) -> KvPoolManager:
         manager = self.scheduler.manager
         if not isinstance(manager, KvPoolManager):
             unreachable("a manager that is not ours", manager=manager)
-        return SchedulerSide(self.scheduler, manager, namespace, backlog_s_max=backlog_s_max, by_priority=by_priority)
+        return manager
+
+    def _planning(self, vllm_config: "VllmConfig", namespace: "NamespaceSpec", pool: "Settings") -> Planning | None:
+        """Return what decides by cost; None where it is switched off and no break-even file says what is too short."""
+        found = planner_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        if found.mode == "off" and not found.break_even_path:
+            return None
+        break_even = settings.break_even(found, vllm_config, pool) if found.break_even_path else None
+        configs = self.scheduler.config.kv_group_configs
+        return Planning(
+            found,
+            break_even,
+            chunk_tokens=configs[main_group(configs)].tokens_per_chunk,
+            kv_bytes_per_token=kv_bytes_per_token(configs, namespace),
+            device_count=len(pool.device),
+            places=self._manager.client.places,
+            answered=self._manager.client.answered,
+            several_groups=len(configs) > 1,
+            preloads=pool.pool.preload_lookahead_requests if pool.pool.enable_preload else 0,
+            async_steps=bool(vllm_config.scheduler_config.async_scheduling),
+        )
 
     @property
     def _guard(self) -> Guard:

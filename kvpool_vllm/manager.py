@@ -88,6 +88,8 @@ class KvPoolManager(OffloadingManager):
         self.mask_of: Callable[[str, bytes], tuple[bool, bytes | None]] = _all_present
 
     # ------------------------------------------------------------ requests
+        #: Whether a request's prefix can ever be worth loading; set by the connector, which knows its length.
+        self.may_store: Callable[[str], bool] = _always
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Start a record."""
@@ -192,6 +194,8 @@ class KvPoolManager(OffloadingManager):
         record = self._requests.get(request) or RequestRecord()
         first_key = record.first_key or bytes(keys[0])
         offered: list[tuple[bytes, int, int, bytes | None]] = []
+        if not self.may_store(request):
+            return None
         for key in keys:
             end = req_context.get_offload_key_position(key)
             storable, mask = self.mask_of(request, key)
@@ -243,3 +247,7 @@ def _all_present(_request: str, _key: bytes) -> tuple[bool, bytes | None]:
 
 def _nothing(request: str) -> KvPoolStoreSpec:
     return KvPoolStoreSpec(request, "", (), (), (), ())
+def _always(_request: str) -> bool:
+    return True
+
+

@@ -7,6 +7,10 @@ the pool has told, ended jobs, the lengths), and a poll that finds these unchang
 connector keeps state of a request's last lookup, which an admitted load needs: so a hit is admitted either
 right after its lookup or while nothing has changed since.
 
+With a planner (:mod:`kvpool_vllm.planning`) its verdict comes before the lookup: a deferred request is not looked up, a
+declined or partial one is looked up for no more tokens than are worth loading. Where it has no say the gate declines
+hits that are too short.
+
 A hit that is not resident goes through :mod:`kvpool_vllm.defer`; this module tells it the bytes, the blocks
 vLLM will ask for, and the blocks that are free, by the computation of vLLM's own admission.
 
@@ -14,7 +18,7 @@ Not covered: what is stored (:mod:`kvpool_vllm.manager`), the order in which vLL
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,10 +26,12 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 
+from kvpool.core.planner import LOAD_ALL, Kind, Load
 from kvpool.wire.messages import NamespaceSpec
 from kvpool_vllm.defer import Deferral, Wish
 from kvpool_vllm.holes import ChunkNeed, need_all, need_of_state, need_of_window
 from kvpool_vllm.manager import KvPoolManager
+from kvpool_vllm.planning import BLOCKS_SCARCE, Planning
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
@@ -49,14 +55,17 @@ WAIT_S_MAX = 0.001
 
 Answer = tuple[int | None, bool]
 LATER: Answer = (None, False)
+#: No bound on what a lookup may find.
+NO_LIMIT = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What an answer depended on: lengths, vLLM's own reasons to say "later", and what the pool has told."""
+    """What an answer depended on: lengths, the planner, vLLM's own reasons for "later", what the pool has told."""
 
     computed: int
     tokens: int
+    limit: int
     engine: int
     pool: int
 
@@ -90,6 +99,7 @@ class SchedulerSide:
         namespace: Sizes of the objects.
         backlog_s_max: See :class:`Deferral`.
         by_priority: VLLM schedules by priority: what is read ahead follows it.
+        planning: Decides by cost; None: whatever is stored is loaded.
     """
 
     def __init__(
@@ -100,6 +110,7 @@ class SchedulerSide:
         *,
         backlog_s_max: float,
         by_priority: bool = False,
+        planning: Planning | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._manager = manager
@@ -111,6 +122,13 @@ class SchedulerSide:
         }
         self._deferral = Deferral(backlog_s_max=backlog_s_max)
         self._by_priority = by_priority
+        self._planning = planning
+        self._main_group = main_group(scheduler.config.kv_group_configs)
+        self._kv_bytes_per_token = kv_bytes_per_token(scheduler.config.kv_group_configs, namespace)
+        #: Users' own bounds on loads, of requests that were given another one.
+        self._own_limits: dict[str, int | None] = {}
+        #: Bytes of loads of which everything was resident.
+        self._copied: dict[str, int] = {}
         self._remembered: dict[str, Remembered] = {}
         self._announced: dict[str, int] = {}
         #: Requests that hold GPU blocks: they run or load.
@@ -124,6 +142,8 @@ class SchedulerSide:
         #: What fails here switches the manager off too: everything is a miss then.
         self.guard = manager.guard
         manager.mask_of = self._mask_of
+        manager.blocks_unused = self._blocks_unused
+        manager.may_store = self._may_store
 
     @property
     def _states(self) -> dict[str, "RequestOffloadState"]:
@@ -132,6 +152,11 @@ class SchedulerSide:
     @property
     def _jobs(self) -> dict[int, "TransferJobStatus"]:
         return self._scheduler._jobs  # noqa: SLF001 - the same
+
+    @property
+    def stopped(self) -> bool:
+        """A reset found blocks in use: nothing is loaded or stored until one does not."""
+        return self._manager.stopped
 
     def bind(self, kv_cache_manager: "KVCacheManager") -> None:
         """Get to know vLLM's blocks."""
@@ -145,6 +170,8 @@ class SchedulerSide:
         if status is None:
             return
         status.update_offload_keys()
+        if self._planning is not None and request.request_id not in self._holding:
+            self._plan_for(request, status)
         keys = [key for state in status.group_states for key in state.offload_keys]
         known = self._announced.get(request.request_id, 0)
         if len(keys) == known:
@@ -155,8 +182,17 @@ class SchedulerSide:
         priority = request.priority if self._by_priority else 0
         self._manager.announce(request.request_id, keys[known:], priority=priority)
 
+    def _plan_for(self, request: "Request", status: "RequestOffloadState") -> None:
+        if self._planning is not None:
+            state = status.group_states[self._main_group]
+            self._planning.arrived(request, lambda: state.offload_keys, by_priority=self._by_priority)
+
     def finished(self, request: str) -> None:
         """Forget a request that waits or holds no longer. Its load may still be in flight."""
+        if self._planning is not None:
+            self._planning.ended(request)
+        self._own_limits.pop(request, None)
+        self._copied.pop(request, None)
         self._remembered.pop(request, None)
         self._announced.pop(request, None)
         self._holding.pop(request, None)
@@ -174,20 +210,85 @@ class SchedulerSide:
         """
         self._pump()
         name = request.request_id
+        limit, decided = self._planned(request, computed)
+        if limit is None:
+            return LATER
         last = self._remembered.get(name)
-        if last is None or not self._holds(name, last, self._seen(request, computed)):
+        if last is None or not self._holds(name, last, self._seen(request, computed, limit)):
             self.announce(request)
-            found = self._ask(ask)
-            wish = self._wish(request, computed, found[0]) if found[0] else None
-            last = Remembered(self._seen(request, computed), found, wish, time.monotonic() + RETRY_EVERY_S)
+            last = self._looked_up(request, computed, limit, ask, gated=not decided)
             self._remembered[name] = last
         return LATER if last.wish is not None and self._deferred(name, last.wish) else last.answer
+
+    def _looked_up(
+        self, request: "Request", computed: int, limit: int, ask: Callable[[], Answer], *, gated: bool
+    ) -> Remembered:
+        """Ask vLLM's connector for at most *limit* tokens; with *gated* a hit may be too short."""
+        found = self._ask(lambda: self._ask_for(request.request_id, limit, ask))
+        wish = self._wish(request, computed, found[0]) if found[0] else None
+        if wish is not None and gated and not self._may_load(wish, found[0] or 0, computed):
+            found, wish = self._ask_for(request.request_id, 0, ask), None
+        return Remembered(self._seen(request, computed, limit), found, wish, time.monotonic() + RETRY_EVERY_S)
+
+    def _planned(self, request: "Request", computed: int) -> tuple[int | None, bool]:
+        """Return how many tokens to load now (None: later, NO_LIMIT: all), and whether the planner says so."""
+        name = request.request_id
+        if self._planning is None:
+            return NO_LIMIT, False
+        verdict = self._manager.guard.run(None, self._planning.maybe_verdict, name, computed)
+        if verdict is None:
+            return NO_LIMIT, False
+        if verdict.kind is Kind.DEFER:
+            return None, True
+        if verdict.kind is Kind.DECLINE:
+            return 0, True
+        chunk_tokens = self._scheduler.config.kv_group_configs[self._main_group].tokens_per_chunk
+        return NO_LIMIT if verdict.why == LOAD_ALL else max(0, verdict.chunks * chunk_tokens - computed), True
+
+    def _ask_for(self, request: str, limit: int, ask: Callable[[], Answer]) -> Answer:
+        """Have vLLM look up at most *limit* tokens: the bound goes into the lookup, which knows what a hit needs."""
+        status = self._states.get(request)
+        if status is not None:
+            own = self._own_limits.setdefault(request, status.max_load_tokens)
+            status.max_load_tokens = own if limit == NO_LIMIT else limit if own is None else min(limit, own)
+        return ask()
+
+    def _may_load(self, wish: Wish, tokens: int, computed: int) -> bool:
+        if self._planning is None:
+            return True
+        read = min(tokens, round(sum(wish.missing_bytes.values()) / self._kv_bytes_per_token))
+        return self._planning.gate.may_load(tokens - read, read, local_tokens=computed)
+
+    def _may_store(self, request: str) -> bool:
+        holding = self._holding.get(request)
+        return self._planning is None or holding is None or self._planning.gate.may_store(holding.num_prompt_tokens)
+
+    def _ahead(self) -> Load:
+        """Return what is ahead of the first waiting request."""
+        if self._planning is None:
+            return Load(0.0, [])
+        backlog = {
+            device: max(state.backlog_bytes, self._deferral.backlog_s(device, {device: 1.0}))
+            for device, state in self._manager.client.device_states().items()
+        }
+        scarce = self._blocks is not None and (
+            self._blocks_free() < BLOCKS_SCARCE * self._blocks.block_pool.num_gpu_blocks
+        )
+        return Load(
+            self._planning.prefill_seconds(self._holding.values()),
+            self._planning.backlog_seconds(backlog),
+            blocks_scarce=scarce,
+        )
 
     def _holds(self, request: str, last: Remembered, seen: Seen) -> bool:
         """Say whether the lookup need not be repeated. What stays deferred may be a little out of date."""
         if last.answer[0] is None:
             return last.seen == seen and time.monotonic() < last.again_at
-        same_lengths = (last.seen.computed, last.seen.tokens) == (seen.computed, seen.tokens)
+        same_lengths = (last.seen.computed, last.seen.tokens, last.seen.limit) == (
+            seen.computed,
+            seen.tokens,
+            seen.limit,
+        )
         if last.seen == seen or not same_lengths or last.wish is None or time.monotonic() >= last.again_at:
             return last.seen == seen
         return self._deferred(request, last.wish)
@@ -209,10 +310,13 @@ class SchedulerSide:
         """Hear what the pool has said, once in a scheduling pass."""
         if not self._pumped:
             self._pumped = True
-            self._manager.guard.run(None, self._manager.client.pump)
+            client, guard = self._manager.client, self._manager.guard
+            guard.run(None, client.pump)
+            if self._planning is not None:
+                guard.run(None, self._planning.pool_told, client.device_states(), client.changes, self._ahead)
 
-    def _seen(self, request: "Request", computed: int) -> Seen:
-        return Seen(computed, request.num_tokens, self._changes, self._manager.client.changes)
+    def _seen(self, request: "Request", computed: int, limit: int) -> Seen:
+        return Seen(computed, request.num_tokens, limit, self._changes, self._manager.client.changes)
 
     def _deferred(self, request: str, wish: Wish) -> bool:
         free = self._blocks_free()
@@ -296,9 +400,16 @@ class SchedulerSide:
         self._changes += 1
         if tokens > 0:
             status = self._states[name]
-            self._deferral.admitted(name, self._missing_bytes(request, status.num_locally_computed_tokens, tokens))
+            missing = self._missing_bytes(request, status.num_locally_computed_tokens, tokens)
+            self._deferral.admitted(name, missing)
+            if not missing:
+                self._copied[name] = round(tokens * self._kv_bytes_per_token)
         else:
             self._manager.started(name)
+        if self._planning is not None:
+            if tokens > 0:
+                self._planning.load_admitted(name)
+            self._planning.left(name)
 
     def before_stores(self) -> None:
         """Know what exists: vLLM is about to choose what to store in this pass."""
@@ -309,8 +420,13 @@ class SchedulerSide:
         self._pumped = False
         self._wait_left_s = WAIT_S_MAX
         self._promised = None
+        if self._planning is not None:
+            scheduled = scheduler_output.num_scheduled_tokens
+            self._manager.guard.run(None, self._planning.step_built, scheduled, self._holding)
         for name in scheduler_output.preempted_req_ids or ():
-            self._holding.pop(name, None)
+            request, status = self._holding.pop(name, None), self._states.get(name)
+            if request is not None and status is not None:
+                self._plan_for(request, status)
             self._manager.waits_again(name)
             self._changes += 1
 
@@ -337,6 +453,14 @@ class SchedulerSide:
             if status is None or not status.transfer_jobs:
                 self._deferral.landed(name)
                 self._manager.started(name)
+                copied = self._copied.pop(name, 0)
+                if self._planning is not None:
+                    self._planning.load_landed(name, copied_bytes=copied, alone=len(self._holding) <= 1)
+
+    def _blocks_unused(self) -> bool:
+        """Tell whether no request holds a GPU block: only then vLLM's own cache could be emptied."""
+        pool = self._blocks.block_pool if self._blocks is not None else None
+        return pool is not None and pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is no block
 
     def reset(self) -> None:
         """VLLM forgot its jobs."""
@@ -364,6 +488,24 @@ class SchedulerSide:
         blocks = state.block_ids[last - need.blocks_per_chunk : last]
         mask = need.mask_of(blocks)
         return mask is not None, mask if mask is not None and not all(mask) else None
+
+
+def keeps_all(config: "GroupOffloadConfig") -> bool:
+    """Say whether a load needs a group's chunks from the prompt's start on: it has full attention."""
+    return isinstance(config.kv_cache_spec, FullAttentionSpec) and config.load_window_size_in_chunks(1 << 20) is None
+
+
+def main_group(configs: "Sequence[GroupOffloadConfig]") -> int:
+    """Return the place of the group that has a chunk for every position: the first with full attention."""
+    return next((place for place, config in enumerate(configs) if keeps_all(config)), 0)
+
+
+def kv_bytes_per_token(configs: "Sequence[GroupOffloadConfig]", namespace: NamespaceSpec) -> float:
+    """Return the bytes that each token more of a long prompt adds to a load, on all ranks together."""
+    object_bytes = {group.group: group.object_bytes for group in namespace.groups}
+    main = configs[main_group(configs)]
+    counted = [config for config in configs if keeps_all(config)] or [main]
+    return namespace.rank_count * sum(object_bytes[config.group_idx] / config.tokens_per_chunk for config in counted)
 
 
 def need_of(config: "GroupOffloadConfig", blocks_per_chunk: int, alignment_tokens: int | None) -> ChunkNeed:

@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 
+from kvpool.client.break_even import drive_model, load_break_even
 from kvpool.config import Settings
 from kvpool.config_connector import settings_from_connector
+from kvpool.config_planner import PlannerSettings
+from kvpool.core.curves import BreakEven
 from kvpool.errors import ConfigError
 from kvpool.wire.messages import NamespaceSpec
 from kvpool_vllm.identity import hash_algorithm, hashes_are_stable
@@ -109,6 +113,27 @@ def _refuse_unsupported(vllm_config: "VllmConfig", extra: dict[str, Any]) -> Non
             value=stages,
             allowed=1,
         )
+
+
+def break_even(planner: PlannerSettings, vllm_config: "VllmConfig", pool: Settings) -> BreakEven:
+    """
+    Read the user's break-even file; warn where it was measured on something else than what runs here.
+
+    Raises:
+        ConfigError: It cannot be read, is of another model, or says what cannot have been measured.
+    """
+    model = vllm_config.model_config
+    served = [name for name in (model.served_model_name, model.model) if isinstance(name, str)]
+    found = load_break_even(planner.break_even_path, served)
+    drives = {drive_model(device.path) for device in pool.device}
+    here = {
+        "kv_dtype": str(vllm_config.cache_config.cache_dtype).replace("auto", ""),
+        "gpu_model": current_platform.get_device_name() if current_platform.is_cuda() else "",
+        "ssd_model": drives.pop() if len(drives) == 1 else "",
+    }
+    for text in found.warnings(**here):
+        logger.warning("kvpool: %s", text)
+    return found
 
 
 def warn(vllm_config: "VllmConfig", namespace: NamespaceSpec) -> None:

@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import kvpool
+from kvpool.client.break_even import drive_model
 from tools.engine_process import Engine, engine_settings
 from tools.pareto_samples import MEDIA, SAMPLES_MIN, Sample, Samples, spread
 
@@ -143,7 +144,8 @@ def take(
         open_ones = {which: wide for which, wide in unsure.items() if wide > limit}
         if not open_ones:
             return
-        which = max(open_ones, key=lambda w: (open_ones[w], -len(samples.seconds(*w)), -w[1]))
+        tried = {w: len(samples.seconds(*w)) + refused.get(w, 0) for w in open_ones}
+        which = max(open_ones, key=lambda w: (open_ones[w], -tried[w], -w[1]))
         told(_done(samples, unsure, limit), f"{which[0]} {which[1]} tokens")
         seconds = measure[which[0]](which[1])
         if seconds is None:
@@ -175,14 +177,26 @@ def progress(budget_s: float) -> Iterator[Callable[[float, str], None]]:
         yield tell
 
 
-def connector(storage: Path, chunk_tokens: int, **extra: Any) -> dict[str, Any]:
-    """Return vLLM's `kv_transfer_config`: everything is loaded, whatever it costs."""
-    settings = {"shared_storage_path": str(storage), "block_size": chunk_tokens, "load_planner": "off"}
+def connector(file: Path, storage: Path, chunk_tokens: int, *, staging_gib: float, cache: str) -> dict[str, Any]:
+    """
+    Write a pool's configuration to *file*, and return vLLM's `kv_transfer_config`: everything is loaded, always.
+
+    The pool has time to answer: an answer that comes late would be a miss, and measure something else.
+    """
+    lines = (
+        "[pool]", f'staging = "{int(staging_gib * 1024)}MiB"', f'staging_cache = "{cache}"', "answer_deadline_s = 2.0",
+        "[[device]]", 'name = "measured"', f"path = {json.dumps(str(storage.resolve()))}",
+    )  # fmt: skip
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return {
         "kv_connector": "KvPoolConnector",
         "kv_connector_module_path": "kvpool_vllm.connector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": settings | extra,
+        "kv_connector_extra_config": {
+            "kvpool_config": str(file.resolve()),
+            "block_size": chunk_tokens,
+            "load_planner": "off",
+        },
     }
 
 
@@ -192,7 +206,7 @@ def about(args: argparse.Namespace, engine: dict[str, Any]) -> dict[str, Any]:
         "model": args.model_name or str(args.model),
         "engine": {key: value for key, value in engine.items() if key != "model"},
         "gpu": _gpu(),
-        "drive": _drive(args.storage),
+        "drive": drive_model(str(args.storage)),
         "chunk_tokens": args.chunk_tokens,
         "staging_gib": args.staging_gib,
         "versions": {"kvpool": kvpool.__version__} | {name: metadata.version(name) for name in ("torch", _vllm())},
@@ -212,32 +226,15 @@ def _gpu() -> str:
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"none ({platform.machine()})"
 
 
-def _drive(path: Path) -> str:
-    """Return the model of the drive below *path*, or its file system, as the kernel tells it."""
-    import psutil
-
-    path.mkdir(parents=True, exist_ok=True)
-    mounts = [part for part in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(part.mountpoint)]
-    mount = max(mounts, key=lambda part: len(part.mountpoint), default=None)
-    if mount is None:
-        return "unknown"
-    model = Path("/sys/class/block", Path(mount.device).name, "device", "model")
-    parent = Path("/sys/class/block", Path(mount.device).name).resolve().parent / "device" / "model"
-    for file in (model, parent):
-        if file.exists():
-            return file.read_text(encoding="utf-8").strip()
-    return f"{mount.fstype} on {Path(mount.device).name or mount.device}"
-
-
 def run(args: argparse.Namespace, samples: Samples, engine: dict[str, Any], environment: dict[str, str]) -> None:
     """Measure in two engines: one that keeps nothing in staging, and one that does."""
-    plans = (
-        ("disk", ("recompute", "disk"), {"staging_cache": "off", "enable_preload": False}),
-        ("staging", ("staging",), {"staging_cache": "lru", "enable_preload": False}),
-    )
+    plans = (("disk", ("recompute", "disk"), "off"), ("staging", ("staging",), "lru"))
     wanted = [plan for plan in plans if set(plan[1]) & set(args.media)]
-    for name, media, extra in wanted:
-        transfer = connector(args.storage / name, args.chunk_tokens, staging_mem=args.staging_gib, **extra)
+    for name, media, cache in wanted:
+        transfer = connector(
+            samples.path.with_suffix(f".{name}.toml"), args.storage / name, args.chunk_tokens,
+            staging_gib=args.staging_gib, cache=cache,
+        )  # fmt: skip
         log = samples.path.with_suffix(f".{name}.log")
         with Engine(engine | {"kv_transfer_config": transfer}, log=log, environment=environment).wait_up() as running:
             seed = random.SystemRandom().randrange(1 << 31)

@@ -102,6 +102,14 @@ class SchedulerClient:
     def pump(self) -> None:
         """Take in what the pool said, tell it what has to be told, look after time and connection. Once per step."""
         self._guarded(self._pump, None)
+    def places(self, keys: Sequence[bytes]) -> list[int]:
+        """Return where the stored beginning of *keys* lies, up to the first miss: see `core/chunk_places.py`."""
+        return self._guarded(lambda: self._table.places(keys, now_ns=time.monotonic_ns()), [])
+
+    def answered(self, request: str) -> bool:
+        """Tell whether the pool has answered the announcement of *request*, or will not."""
+        return self._guarded(lambda: self._table.answered(request, now_ns=time.monotonic_ns()), True)
+
 
     def await_news(self, timeout_s: float) -> None:
         """Wait until the pool says something, at most *timeout_s*, and take it in: where lookups say "later"."""

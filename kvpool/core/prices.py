@@ -85,6 +85,11 @@ class Prices:
         """Return the seconds to compute tokens *computed* to *tokens*, one floor included."""
         return self.floor + (self._f(tokens) - self._f(computed)) * self.scales.prefill
 
+    def rest(self, computed: int, tokens: int) -> float:
+        """Return the same, as cheaply as it is asked for in every step: *computed* counts in whole chunks."""
+        chunks = computed // self.chunk_tokens
+        return self.floor + (self._f(tokens) - float(self.tables(chunks)[0][chunks])) * self.scales.prefill
+
     def _f(self, tokens: int) -> float:
         found = self._prefills.get(tokens)
         if found is None:

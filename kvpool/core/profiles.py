@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.core.chunk_places import RESIDENT_PLACE as RESIDENT
+from kvpool.core.chunk_places import STORING_PLACE as STORING
 from kvpool.core.curves import Floats
 from kvpool.core.prices import Prices
 
-#: Places of a chunk beside the devices' numbers.
-RESIDENT = -1
-STORING = -2
+__all__ = ["RESIDENT", "STORING", "Counts", "Priced", "Profile"]
 
 Counts = NDArray[np.int64]
 

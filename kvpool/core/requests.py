@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kvpool.core.chunk_places import RESIDENT_PLACE, STORING_PLACE
 from kvpool.errors import invariant
 from kvpool.wire.messages import RESIDENT, STORED, KeyState
 
@@ -178,6 +179,27 @@ class AnnouncedRequests:
             self._counts["lookups_hit"] += 1
             return self._hits[state]
         return self._no_hit(request, key, now_ns)
+
+    def answered(self, request: str, *, now_ns: int) -> bool:
+        """Tell whether a lookup of *request* would not say "later" for want of the pool's answer."""
+        known = self._requests.get(request)
+        return not self._connected or known is None or not known.unanswered or now_ns >= known.until_ns
+
+    def places(self, keys: Sequence[bytes], *, now_ns: int) -> list[int]:
+        """
+        Return where the stored beginning of *keys* lies, up to the first miss: see `chunk_places.py`.
+
+        Unlike :meth:`lookup` it counts nothing, and an unanswered key is a miss.
+        """
+        places: list[int] = []
+        for key, state in zip(keys, map(self._states.get, keys), strict=True):
+            if state is not None:
+                places.append(RESIDENT_PLACE if state & RESIDENT else state >> _DEVICE_SHIFT)
+            elif self._connected and now_ns < self._storing.get(key, (0, ()))[0]:
+                places.append(STORING_PLACE)
+            else:
+                break
+        return places
 
     def offer(self, request: str, keys: Iterable[bytes], *, now_ns: int) -> None:
         """This engine stores *keys* for *request* from now on."""

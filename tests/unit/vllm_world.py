@@ -4,6 +4,8 @@ vLLM's real scheduler with the connector's scheduler role, over a pool that answ
 No model runs: a test says what the workers would have reported.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvpool.client.scheduler import Hit, Lookup, Miss
+from kvpool.client.scheduler import Hit, Later, Lookup, Miss
+from kvpool.core.chunk_places import RESIDENT_PLACE
 from kvpool.wire.messages import DeviceState
 from kvpool_vllm.connector import KvPoolConnector, KvPoolWorkerMetadata
 from kvpool_vllm.transfer_specs import KvPoolLoadSpec, KvPoolStoreSpec
@@ -89,6 +92,15 @@ class FakePool:
 
     def store_offered(self, request: str, keys: tuple[bytes, ...]) -> None:
         pass
+
+    def answered(self, request: str) -> bool:
+        return not any(isinstance(self.known.get(key, self.default), Later) for key in self.announced.get(request, []))
+
+    def places(self, keys: Sequence[bytes]) -> list[int]:
+        found = itertools.takewhile(
+            lambda hit: isinstance(hit, Hit), (self.known.get(key, self.default) for key in keys)
+        )
+        return [RESIDENT_PLACE if hit.resident else hit.device for hit in found if isinstance(hit, Hit)]
 
     def request_cut(self, request: str) -> bool:
         return False
