@@ -1,0 +1,129 @@
+"""Schedules of the whole pool with faults, and proof that the checks find what they are there for."""
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from kvpool.core.admission import Admission
+from kvpool.core.loads import Loads
+from kvpool.core.rank_base import Ground
+from kvpool.core.rank_copies import Copies
+from kvpool.core.residency import Residency
+from kvpool.core.slots import Slot, SlotStep
+from kvpool.procs.coordinator_workers import Workers
+
+from .kernel import Violation
+from .world import run_seed
+
+SHORT_SEEDS = 300
+LONG_SEEDS = 10_000
+#: A planted bug has to be found within so many schedules.
+FOUND_WITHIN = 150
+BATCH = 20
+
+
+@pytest.mark.parametrize("first", range(0, SHORT_SEEDS, BATCH))
+def test_schedules_with_faults_break_nothing(first: int) -> None:
+    for seed in range(first, first + BATCH):
+        run_seed(seed)
+
+
+def _run_range(seeds: Iterable[int]) -> int:
+    return sum(bool(run_seed(seed)) for seed in seeds)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_ten_thousand_schedules_break_nothing() -> None:
+    parts = [range(first, first + 100) for first in range(SHORT_SEEDS, SHORT_SEEDS + LONG_SEEDS, 100)]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        assert LONG_SEEDS == sum(pool.map(_run_range, parts))
+
+
+def test_a_seed_is_a_schedule() -> None:
+    once, again = run_seed(5), run_seed(5)
+    assert (once.kernel.happened, once.kernel.now_ns, once.counts) == (
+        again.kernel.happened, again.kernel.now_ns, again.counts
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------ planted bugs
+
+
+def _free_at_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A departed client's slots are used again without proof that its copies have ended."""
+
+    def haunt(self: Residency, _client: object, slot: Slot) -> None:
+        self.unpin(slot)
+
+    monkeypatch.setattr(Residency, "haunt", haunt)
+
+
+def _reuse_after_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead worker's segments are used again though its ring has not hung up."""
+    quarantine = Workers._quarantine
+
+    def without_ring(self: Workers, worker: object) -> None:
+        quarantine(self, worker)  # type: ignore[arg-type]
+        found = self._quarantines[-1]
+        self._ring_gone(found)
+
+    monkeypatch.setattr(Workers, "_quarantine", without_ring)
+
+
+def _spoil_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read past its deadline gives its slot back while the drive still writes into it."""
+    late = Loads.read_late
+
+    def freed(self: Loads, read: object) -> None:
+        late(self, read)  # type: ignore[arg-type]
+        slot = read.slot  # type: ignore[attr-defined]
+        if slot is not None:
+            slot.step(SlotStep.SPOIL)
+
+    monkeypatch.setattr(Loads, "read_late", freed)
+
+
+def _copies_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank says that its copies of a lost worker have ended while they run."""
+
+    def let_go(self: Copies) -> None:
+        self._owner_copies.clear()
+        original(self)
+
+    original = Copies.let_go
+    monkeypatch.setattr(Copies, "let_go", let_go)
+
+
+def _release_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank does not release every slot that it copied out of."""
+    gather = Ground.gather
+
+    def lossy(self: Ground, message: type, device: int, wire: int, wire_index: int) -> None:
+        if wire_index != 1:
+            gather(self, message, device, wire, wire_index)
+
+    monkeypatch.setattr(Ground, "gather", lossy)
+
+
+def _half_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An admission that ends is withdrawn from all devices but the last."""
+    end = Admission._end
+
+    def partly(self: Admission, admission: object) -> list[object]:
+        return end(self, admission)[:-1]  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Admission, "_end", partly)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [_free_at_death, _reuse_after_ring, _spoil_is_free, _copies_not_awaited, _release_forgotten, _half_withdrawn],
+)
+def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(Violation, match="repeat: python -m tests.sim"):
+        for seed in range(FOUND_WITHIN):
+            run_seed(seed)
