@@ -80,12 +80,12 @@ class Pool:
         self.config.write_text("\n".join(lines) + "\n")
 
     def connector(self, **extra: Any) -> dict[str, Any]:
-        """Return vLLM's `kv_transfer_config` for an engine on this pool."""
+        """Return vLLM's `kv_transfer_config` for an engine on this pool: it loads what is stored at any cost."""
         return {
             "kv_connector": "KvPoolConnector",
             "kv_connector_module_path": "kvpool_vllm.connector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"kvpool_config": str(self.config), **extra},
+            "kv_connector_extra_config": {"kvpool_config": str(self.config), "load_planner": "off", **extra},
         }
 
     # ------------------------------------------------------------ life
