@@ -135,7 +135,8 @@ class Storage:
             "kv_connector": "KvPoolConnector",
             "kv_connector_module_path": "kvpool_vllm.connector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"kvpool_config": str(self.config)},
+            # A tiny model would rather compute than load.
+            "kv_connector_extra_config": {"kvpool_config": str(self.config), "load_planner": "off"},
         }
 
     def objects(self) -> list[Path]:

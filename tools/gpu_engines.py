@@ -157,7 +157,12 @@ class HostPool:
             "kv_connector": "KvPoolConnector",
             "kv_connector_module_path": "kvpool_vllm.connector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"kvpool_config": str(self.folder / "kvpool.toml"), "block_size": CHUNK},
+            # Every hit is loaded, whether that pays or not: this measures loads.
+            "kv_connector_extra_config": {
+                "kvpool_config": str(self.folder / "kvpool.toml"),
+                "block_size": CHUNK,
+                "load_planner": "off",
+            },
         }
 
     def rows(self) -> list[facts.Facts]:
