@@ -1,0 +1,59 @@
+"""Deciding by cost with a real vLLM, on a device whose speed is known."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpool.core.curves import BreakEven, Curve, Curves, emit_break_even
+from tests.e2e.answers import Reference, Scene, StartEngine, loadable, tokens
+from tests.e2e.pool import Pool
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+LONG = tokens(701, 3000)
+SHORT = {f"short-{index}": tokens(710 + index, 200) for index in range(3)}
+#: Bytes of a token's KV in the tiny model, in float32.
+KV_BYTES = 4 * 2 * 4 * 32 * 4
+#: The device reads this fast: the long prompt takes about 2.5 s.
+READ_BYTES_PER_S = int(len(LONG) * KV_BYTES / 2.5)
+
+
+def break_even(model: Path, *, prefill_s: float) -> str:
+    """Return straight lines: a thousand tokens take 0.83 s to read, 10 ms to copy, *prefill_s* to compute."""
+    lines = (Curve(0.0, [(1000, seconds)]) for seconds in (prefill_s, 1000 * KV_BYTES / READ_BYTES_PER_S, 0.01))
+    return emit_break_even(BreakEven(model_name=str(model), curves=Curves(*lines)))
+
+
+@pytest.fixture(scope="module")
+def scene(
+    engines: StartEngine, reference: Reference, models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scene]:
+    """An engine that believes computing to be slow, on a slow device with preload."""
+    folder = tmp_path_factory.mktemp("planner")
+    pool = Pool(folder, enable_preload=True, preload_lookahead_requests=4)
+    reference.prepare("llama")
+    pool.start(faults={"read_bytes_per_s": READ_BYTES_PER_S})
+    file = folder / "break-even.json"
+    file.write_text(break_even(models / "llama", prefill_s=10.0))
+    connector = pool.connector(load_planner="on", prefix_cache_break_even_path=str(file))
+    engine = engines("llama", name="planner", connector=connector).wait_up()
+    yield Scene(pool, engine, reference)
+    engine.close()
+    pool.stop()
+
+
+def test_a_long_prompt_on_a_slow_device_is_passed_by_short_ones_and_all_answer_alike(
+    scene: Scene, reference: Reference
+) -> None:
+    scene.store({"long": LONG})
+    assert scene.engine.reset()
+    scene.engine.submit("long", LONG, 8)
+    scene.engine.submit_all(SHORT, 8)
+    short = {name: scene.engine.wait(name) for name in SHORT}
+    assert not scene.engine.answered("long")
+    long = scene.engine.wait("long")
+    assert loadable(LONG) == long.cached
+    assert reference.answers({**SHORT, "long": LONG}) == {
+        name: answer.tokens for name, answer in {**short, "long": long}.items()
+    }
