@@ -246,7 +246,7 @@ class KvPoolConnector(OffloadingConnector):
         return super().request_finished_all_groups(request, block_ids)
 
     def reset_cache(self) -> bool | None:
-        """Serve nothing from before now."""
+        """Serve nothing from before now; False: vLLM's own cache is not empty, so reset again when nothing runs."""
         done = super().reset_cache()
         self._guard.run(None, self.side.reset)
-        return done
+        return False if self.side.stopped else done

@@ -84,12 +84,14 @@ class KvPoolManager(OffloadingManager):
         self._requests: dict[str, RequestRecord] = {}
         #: Keys whose copies are not over yet, as vLLM tells it.
         self._storing: set[bytes] = set()
+        #: Whether no request holds a GPU block; set by the connector.
+        self.blocks_unused: Callable[[], bool] = lambda: True
         #: Which blocks of a chunk are present; set by the connector, which knows the block tables.
         self.mask_of: Callable[[str, bytes], tuple[bool, bytes | None]] = _all_present
-
-    # ------------------------------------------------------------ requests
         #: Whether a request's prefix can ever be worth loading; set by the connector, which knows its length.
         self.may_store: Callable[[str], bool] = _always
+
+    # ------------------------------------------------------------ requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Start a record."""
@@ -162,6 +164,7 @@ class KvPoolManager(OffloadingManager):
         return KvPoolLoadSpec(
             request=req_context.req_id,
             fingerprint=self._fingerprint,
+            epoch=self.client.epoch,
             keys=tuple(bytes(key) for key in keys),
             devices=tuple(hit.device if hit is not None else 0 for hit in hits),
         )
@@ -191,11 +194,11 @@ class KvPoolManager(OffloadingManager):
         request = req_context.req_id
         if self._stopped or not self._stores or not self.client.connected or self.client.request_cut(request):
             return None
+        if not self.may_store(request):
+            return None
         record = self._requests.get(request) or RequestRecord()
         first_key = record.first_key or bytes(keys[0])
         offered: list[tuple[bytes, int, int, bytes | None]] = []
-        if not self.may_store(request):
-            return None
         for key in keys:
             end = req_context.get_offload_key_position(key)
             storable, mask = self.mask_of(request, key)
@@ -207,7 +210,7 @@ class KvPoolManager(OffloadingManager):
             return None
         names, devices, ends, masks = zip(*offered, strict=True)
         self.client.store_offered(request, names)
-        return KvPoolStoreSpec(request, self._fingerprint, names, devices, ends, masks)
+        return KvPoolStoreSpec(request, self._fingerprint, self.client.epoch, names, devices, ends, masks)
 
     def _exists(self, record: RequestRecord, request: str, key: bytes) -> bool:
         """Say whether storing *key* is pointless. What failed to load counts as not stored."""
@@ -221,19 +224,26 @@ class KvPoolManager(OffloadingManager):
 
     def reset_cache(self) -> None:
         """
-        Serve nothing from before the reset: neither load nor store any more.
+        Load nothing from before the reset, and store nothing that was computed before it.
 
-        The pool's objects outlive a reset, and nothing tells them from new ones yet. So this engine goes on without
-        kvpool until it restarts.
+        The pool starts a new epoch; until it has, everything is a miss. Where vLLM could not empty its own cache,
+        since requests hold blocks, it goes on to serve those, and what it computes from them is as old as they are: so
+        this engine neither loads nor stores until a reset finds nothing in use, as vLLM asks for by its answer.
         """
         self._storing.clear()
-        if not self._stopped:
-            self._stopped = True
-            logger.warning("kvpool: the cache was reset; this engine neither loads nor stores until it restarts")
+        for record in self._requests.values():
+            record.hits.clear()
+        was_stopped, self._stopped = self._stopped, not self.blocks_unused()
+        self.guard.run(None, self.client.reset)
+        if self._stopped and not was_stopped:
+            logger.warning(
+                "kvpool: the cache was reset while requests held blocks of it: this engine neither loads nor stores "
+                "until it is reset when nothing runs"
+            )
 
     @property
     def stopped(self) -> bool:
-        """The cache was reset."""
+        """The cache was reset, and vLLM still has blocks from before."""
         return self._stopped
 
     def shutdown(self) -> None:
@@ -241,13 +251,13 @@ class KvPoolManager(OffloadingManager):
         self.client.close()
 
 
+def _always(_request: str) -> bool:
+    return True
+
+
 def _all_present(_request: str, _key: bytes) -> tuple[bool, bytes | None]:
     return True, None
 
 
 def _nothing(request: str) -> KvPoolStoreSpec:
-    return KvPoolStoreSpec(request, "", (), (), (), ())
-def _always(_request: str) -> bool:
-    return True
-
-
+    return KvPoolStoreSpec(request, "", -1, (), (), (), ())

@@ -18,11 +18,13 @@ class KvPoolLoadSpec(LoadStoreSpec):
     Attributes:
         request: vLLM's request id.
         fingerprint: The scheduler's namespace; a worker with another one must not load.
+        epoch: The scheduler's epoch of it (how often it was reset); a rank in another one must not load.
         keys, devices: The objects, and the device that the index says holds each.
     """
 
     request: str
     fingerprint: str
+    epoch: int
     keys: tuple[bytes, ...]
     devices: tuple[int, ...]
 
@@ -33,7 +35,7 @@ class KvPoolStoreSpec(LoadStoreSpec):
     Objects to store.
 
     Attributes:
-        request, fingerprint: As for a load.
+        request, fingerprint, epoch: As for a load.
         keys, devices: The objects, and the device that placement chose for each.
         ends: Per key, the token position in the request where its chunk ends: prefix order.
         masks: Per key, one byte a block of the chunk, 1 where the block is present; None: as `block_indices` says
@@ -42,6 +44,7 @@ class KvPoolStoreSpec(LoadStoreSpec):
 
     request: str
     fingerprint: str
+    epoch: int
     keys: tuple[bytes, ...]
     devices: tuple[int, ...]
     ends: tuple[int, ...]

@@ -128,7 +128,7 @@ class KvPoolWorker(OffloadingWorker):
             for key, device, end, (group, blocks) in zip(spec.keys, spec.devices, spec.ends, chunks, strict=True)
         ]
         objects.sort(key=lambda item: item[:2])  # prefix order: a cut leaves every group with whole prefixes
-        self._client.submit_store(job, spec.request, [item[2] for item in objects], after)
+        self._client.submit_store(job, spec.request, [item[2] for item in objects], after, epoch=spec.epoch)
         return True
 
     def submit_load(
@@ -159,7 +159,7 @@ class KvPoolWorker(OffloadingWorker):
             LoadObject(key, device, Place(self._layouts[group], blocks, after))
             for key, device, (group, blocks) in zip(spec.keys, spec.devices, chunks, strict=True)
         ]
-        self._client.submit_load(job, objects)
+        self._client.submit_load(job, objects, epoch=spec.epoch)
         return True
 
     def _maybe_deal(

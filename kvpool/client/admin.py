@@ -17,6 +17,8 @@ from kvpool.wire import messages as msg
 
 #: Time for a pool to answer. It asks its own processes first and gives each its own, shorter deadline.
 ANSWER_S = 5.0
+#: Time for a pool to make a reset durable.
+RESET_S = 15.0
 #: Time for a pool to write what is filled and end.
 STOP_S = 60.0
 #: Time for a pool to change its staging: to fill pages, or for running jobs to leave the segments that go.
@@ -95,6 +97,27 @@ def stop(run_dir: str, *, timeout_s: float = STOP_S) -> None:
     finally:
         channel.close()
     raise PoolUnavailable("the pool does not end", run_dir=run_dir, waited_s=timeout_s)
+
+
+def reset(run_dir: str, name: str, *, timeout_s: float = RESET_S) -> msg.ResetDone:
+    """
+    Start a new epoch of the namespaces that *name* means; return when it is durable.
+
+    Raises:
+        PoolUnavailable: No pool is there, or it does not say so in time.
+        KvpoolError: The pool refuses: no such namespace, no device could keep it.
+    """
+    channel = _greeted(run_dir)
+    try:
+        channel.send(msg.ResetWanted(name=name))
+        for message in _answers(channel, timeout_s):
+            if isinstance(message, msg.ResetDone):
+                return message
+    except PeerGone as error:
+        raise PoolUnavailable("the pool ended meanwhile", run_dir=run_dir) from error
+    finally:
+        channel.close()
+    raise PoolUnavailable("the pool does not answer", run_dir=run_dir, waited_s=timeout_s)
 
 
 def _greeted(run_dir: str) -> Channel:

@@ -46,8 +46,8 @@ RETRY_S_MAX = 5.0
 #: Back-off between attempts to start a pool, where starting fails.
 START_RETRY_S_MIN = 1.0
 START_RETRY_S_MAX = 60.0
-#: Time for a coordinator to answer a Hello.
-GREETING_S = 5.0
+#: Time for a coordinator to answer a Hello: its workers may be starting, or keep a reset.
+GREETING_S = 15.0
 #: A worker that hung up without word of it from the coordinator: time until this rank attaches anew.
 ORPHAN_S = 10.0
 
@@ -137,6 +137,11 @@ class PoolLink:
     def joined(self) -> bool:
         """A pool has welcomed this rank."""
         return self._phase is _Phase.JOINED
+
+    @property
+    def epoch(self) -> int | None:
+        """Epoch of the namespace in the pool that has welcomed this rank."""
+        return self._welcome.epoch if self._welcome is not None else None
 
     @property
     def segments_mapped(self) -> int:

@@ -90,6 +90,7 @@ class _Submission:
     objects: Sequence[JobObject]
     after: object | None
     submitted_ns: int
+    epoch: int | None = None
 
     @property
     def kind(self) -> ev.JobKind:
@@ -162,19 +163,27 @@ class RankClient:
 
     # ------------------------------------------------------------ the engine's side
 
-    def submit_load(self, job: int, objects: Sequence[LoadObject]) -> None:
-        """Load *objects* to their places. Never blocks, never raises; ended by one JobEnded."""
-        self._submit(job, None, objects, None)
+    def submit_load(self, job: int, objects: Sequence[LoadObject], *, epoch: int | None = None) -> None:
+        """
+        Load *objects* to their places. Never blocks, never raises; ended by one JobEnded.
 
-    def submit_store(self, job: int, request: str, objects: Sequence[StoreObject], after: object | None) -> None:
+        Args:
+            epoch: The scheduler's; in a pool where another one counts, all of them fail. None: whichever counts.
+        """
+        self._submit(job, None, objects, None, epoch)
+
+    def submit_store(
+        self, job: int, request: str, objects: Sequence[StoreObject], after: object | None, *, epoch: int | None = None
+    ) -> None:
         """
         Offer *objects* of *request*, in prefix order, for storing. Never blocks, never raises; ended by one JobEnded.
 
         Args:
             job: The same on all ranks of the engine for the same objects.
             after: What the copies have to be ordered after, for the copier.
+            epoch: As for a load; in another one all of them are dropped.
         """
-        self._submit(job, request, objects, after)
+        self._submit(job, request, objects, after, epoch)
 
     def take_ended(self) -> list[JobEnded]:
         """Return the jobs that ended since the last call; never blocks."""
@@ -242,13 +251,20 @@ class RankClient:
         request: str | None,
         objects: Sequence[JobObject],
         after: object | None,
+        epoch: int | None,
     ) -> None:
         with self._wire_lock:
             wire = self._wire_next
             self._wire_next += 1
         self._inbox.append(
             _Submission(
-                job=job, wire=wire, request=request, objects=objects, after=after, submitted_ns=time.monotonic_ns()
+                job=job,
+                wire=wire,
+                request=request,
+                objects=objects,
+                after=after,
+                submitted_ns=time.monotonic_ns(),
+                epoch=epoch,
             )
         )
         if self._over:
@@ -328,6 +344,9 @@ class RankClient:
     def _take_submissions(self) -> None:
         while self._inbox:
             job = self._inbox.popleft()
+            if job.epoch is not None and job.epoch != self._link.epoch:
+                self._end_job(job, tuple((index, Code.EPOCH) for index in range(len(job.objects))))
+                continue
             self._jobs[job.wire] = job
             keys = [item.key for item in job.objects]
             devices = [item.device for item in job.objects]

@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 RETRY_S_MIN = 0.2
 RETRY_S_MAX = 5.0
-#: Time for a coordinator to answer a Hello.
-GREETING_S = 5.0
+#: Time for a coordinator to answer a Hello: its workers may be starting, or keep a reset.
+GREETING_S = 15.0
 #: Rounds of reading in one pump, so that a talkative pool cannot hold the scheduler.
 _READS_MAX = 4
 
@@ -72,6 +72,9 @@ class SchedulerClient:
         self._due_ns = 0
         self._trouble = ""
         self._disabled = False
+        #: The namespace's epoch that this engine's KV is of, -1 while unknown; and that it wants to leave it.
+        self._epoch = -1
+        self._resetting = False
         self._started_ns = time.monotonic_ns()
         self.pump()
 
@@ -99,9 +102,6 @@ class SchedulerClient:
             return _DISABLED
         return self._table.lookup(request, key, now_ns=time.monotonic_ns())
 
-    def pump(self) -> None:
-        """Take in what the pool said, tell it what has to be told, look after time and connection. Once per step."""
-        self._guarded(self._pump, None)
     def places(self, keys: Sequence[bytes]) -> list[int]:
         """Return where the stored beginning of *keys* lies, up to the first miss: see `core/chunk_places.py`."""
         return self._guarded(lambda: self._table.places(keys, now_ns=time.monotonic_ns()), [])
@@ -110,6 +110,9 @@ class SchedulerClient:
         """Tell whether the pool has answered the announcement of *request*, or will not."""
         return self._guarded(lambda: self._table.answered(request, now_ns=time.monotonic_ns()), True)
 
+    def pump(self) -> None:
+        """Take in what the pool said, tell it what has to be told, look after time and connection. Once per step."""
+        self._guarded(self._pump, None)
 
     def await_news(self, timeout_s: float) -> None:
         """Wait until the pool says something, at most *timeout_s*, and take it in: where lookups say "later"."""
@@ -125,6 +128,15 @@ class SchedulerClient:
             poll.poll(RETRY_S_MIN * 1000)
             self.pump()
         return self.connected
+
+    def reset(self) -> None:
+        """
+        The engine has dropped all its KV: load nothing from before, ever.
+
+        Returns at once. Until the pool says that the reset is durable, everything is a miss; where no pool answers now,
+        the next one is told before anything else.
+        """
+        self._guarded(self._reset, None)
 
     # ------------------------------------------------------------ stores
 
@@ -160,6 +172,11 @@ class SchedulerClient:
         return self._welcome is not None and not self._disabled and not self._table.silent
 
     @property
+    def epoch(self) -> int:
+        """The namespace's epoch that this engine's KV is of: jobs name it; -1 while unknown."""
+        return -1 if self._resetting else self._epoch
+
+    @property
     def changes(self) -> int:
         """A counter that moves whenever a lookup may answer differently, save for the deadlines in `Later`."""
         return self._table.changes
@@ -185,6 +202,7 @@ class SchedulerClient:
             "pid": os.getpid(),
             "state": "down" if self._disabled else "running" if self.connected else "starting",
             "engine": self._engine,
+            "epoch": self.epoch,
             "model": self._namespace.model_name,
             "uptime_s": (time.monotonic_ns() - self._started_ns) / 1e9,
             **self._table.statistics(),
@@ -211,6 +229,12 @@ class SchedulerClient:
             with contextlib.suppress(Exception):
                 self._drop_channel()
             return otherwise
+
+    def _reset(self) -> None:
+        self._resetting = True
+        self._drop_channel()
+        self._due_ns = 0
+        self._pump()
 
     def _announce(self, request: str, keys: Sequence[bytes], priority: int) -> None:
         first = self._table.announce(request, keys, priority, now_ns=time.monotonic_ns())
@@ -269,6 +293,8 @@ class SchedulerClient:
             rank=-1,
             pid=os.getpid(),
             namespace=self._namespace,
+            epoch=self._epoch,
+            reset=self._resetting,
         )
         self._send(hello)
 
@@ -309,6 +335,7 @@ class SchedulerClient:
 
     def _join(self, welcome: msg.Welcome) -> None:
         self._welcome = welcome
+        self._epoch, self._resetting = welcome.epoch, False
         self._retry_s, self._trouble = RETRY_S_MIN, ""
         self._weigh()
         log.info("kvpool: scheduler joined pool generation %d as client %d", welcome.generation, welcome.client)

@@ -103,6 +103,8 @@ class Directory:
         #: Devices whose workers say that they are given up for now: all their keys are misses.
         self._given_up: set[int] = set()
         self._namespaces: dict[int, _Namespace] = {}
+        #: Namespaces that were reset: what workers still say of them is not heard.
+        self._retired: set[int] = set()
         self._schedulers: dict[int, _Scheduler] = {}
         self._probes: dict[int, _Probe] = {}
         self._next_probe = 1
@@ -113,6 +115,17 @@ class Directory:
         """Start a mirror for a namespace; again is fine."""
         count = len(self._running)
         self._namespaces.setdefault(namespace, _Namespace([{} for _ in range(count)], [False] * count))
+
+    def retire_namespace(self, namespace: int) -> None:
+        """Forget a namespace that no scheduler is in any more, for good."""
+        invariant(
+            all(scheduler.namespace != namespace for scheduler in self._schedulers.values()),
+            "a namespace in use is not retired", namespace=namespace,
+        )  # fmt: skip
+        self._retired.add(namespace)
+        del self._namespaces[namespace]
+        for number in [number for number, probe in self._probes.items() if probe.namespace == namespace]:
+            del self._probes[number]
 
     def worker_up(self, device: int) -> None:
         """That device's worker runs; it has told nothing yet."""
@@ -148,6 +161,8 @@ class Directory:
         Raises:
             ProtocolError: The namespace was never opened.
         """
+        if namespace in self._retired:
+            return
         found = self._namespaces.get(namespace)
         if found is None:
             raise ProtocolError("keys of a namespace that is not open", namespace=namespace)

@@ -16,6 +16,7 @@ the block hash, 32 bytes or whatever length the hash algorithm has, then the KV 
 import hashlib
 import re
 
+from kvpool.core.epochs import epoch_of
 from kvpool.errors import invariant
 from kvpool.wire.messages import NamespaceSpec
 
@@ -89,9 +90,10 @@ def safe_component(text: str) -> str:
 
 
 def model_directories(spec: NamespaceSpec) -> tuple[str, str]:
-    """Return the two folder names a namespace may have: the plain one (first come), and its very own."""
+    """Return the two folder names a namespace may have: the plain one (first come, never reset), and its very own."""
     plain = safe_component(spec.model_name)
-    return plain, f"{plain}+{spec.fingerprint[:8]}"
+    own = f"{plain}+{spec.fingerprint[:8]}"
+    return own if epoch_of(spec) else plain, own
 
 
 def rank_directory(spec: NamespaceSpec, model_directory: str, rank: int) -> str:

@@ -376,6 +376,15 @@ def answers_late(picture: Picture) -> Iterator[Found]:
 
 
 @check
+def engines_outdated(picture: Picture) -> Iterator[Found]:
+    """All engines of a model have reset when one has."""
+    names = str(picture.pool.get(facts.ENGINES_OUTDATED, ""))
+    if names:
+        advice = "Reset the prefix cache of these too, connector included, once their weights are as they should be."
+        yield Found("pool", f"after a reset by others these neither load nor store: {names}", advice)
+
+
+@check
 def peers_refused(picture: Picture) -> Iterator[Found]:
     """Only kvpool's own processes, of this user and version, talk to the pool."""
     refused, dropped = number(picture.pool, facts.PEERS_REFUSED), number(picture.pool, facts.PEERS_DROPPED)

@@ -161,6 +161,7 @@ DEVICES = _fact("devices", "devices configured")
 DEVICES_HEALTHY = _fact("devices_healthy", "devices whose worker runs and whose breaker is closed")
 CLIENTS = _fact("clients", "ranks and schedulers attached")
 KEYS = _fact("keys", "keys in the coordinator's mirror of the indexes")
+ENGINES_OUTDATED = _fact("engines_outdated", "engines that neither load nor store until they reset, as others did")
 PEERS_REFUSED = _fact("peers_refused", "peers closed for a bad greeting, a bad frame, or another uid")
 PEERS_DROPPED = _fact("peers_dropped", "peers dropped since they did not read")
 

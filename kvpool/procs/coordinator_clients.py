@@ -36,6 +36,8 @@ from kvpool.wire.messages import (
 ADMIN, RANK, SCHEDULER = "admin", "rank", "scheduler"
 #: A peer that has not said Hello by then is dropped.
 HELLO_S = 5.0
+#: A greeting that has to wait, for the workers' start or for a reset, is refused then.
+WAIT_S = 12.0
 #: Peers that may be greeting at the same time, and clients in all.
 GREETING_MAX = 64
 CLIENTS_MAX = 1024
@@ -79,6 +81,9 @@ class ClientEvents(Protocol):
 
     draining: bool
 
+    def epoch_for(self, hello: Hello) -> int | Hello:
+        """Return the epoch to let it in to, or what it says again later; raises KvpoolError if it is not let in."""
+
     def open_namespace(self, spec: NamespaceSpec) -> int:
         """Make a namespace usable and return its number; raises HostError if staging has no room for it."""
 
@@ -101,6 +106,8 @@ class _Greeting:
     def __init__(self, peer: Peer, uid: int, pid: int, deadline_ns: int) -> None:
         self.peer, self.uid, self.pid, self.deadline_ns = peer, uid, pid, deadline_ns
         self.client: Client | None = None
+        #: What it said, while it has to wait for its answer.
+        self.hello: Hello | None = None
 
 
 class Clients:
@@ -171,8 +178,12 @@ class Clients:
     def _expire(self) -> None:
         now_ns = time.monotonic_ns()
         for greeting in list(self._greeting):
-            if greeting.deadline_ns <= now_ns:
+            if greeting.deadline_ns > now_ns:
+                continue
+            if greeting.hello is None:
                 self._refuse(greeting, ProtocolError("no Hello came", waited_s=HELLO_S))
+            else:
+                self._refuse(greeting, PoolUnavailable("the pool was not ready in time: try again", waited_s=WAIT_S))
         self._set_timer()
 
     def _refuse(self, greeting: _Greeting, error: KvpoolError) -> None:
@@ -188,13 +199,19 @@ class Clients:
             if isinstance(message, Hello):
                 raise ProtocolError("a second Hello")
             self._events.client_said(greeting.client, message)
-            return
+        elif not isinstance(message, Hello) or greeting.hello is not None:
+            self._refuse(greeting, ProtocolError("the first message must be one Hello", type=type(message).__name__))
+        else:
+            self._hear(greeting, message)
+
+    def _hear(self, greeting: _Greeting, hello: Hello) -> None:
+        """Let a peer in, refuse it, or let it wait."""
         try:
-            if not isinstance(message, Hello):
-                raise ProtocolError("the first message must be Hello", type=type(message).__name__)
-            client = self._admit(greeting, message)
+            client = self._admit(greeting, hello)
         except KvpoolError as error:
             self._refuse(greeting, error)
+            return
+        if client is None:
             return
         self._greeting.discard(greeting)
         greeting.client = self.attached[client.number] = client
@@ -202,8 +219,37 @@ class Clients:
             log.info("client %d attached: %s", client.number, client)
         self._events.client_joined(client)
 
-    def _admit(self, greeting: _Greeting, hello: Hello) -> Client:
-        """Return the client that *hello* makes of a peer, or raise why not."""
+    def hear_waiting(self) -> None:
+        """Look again at the greetings that wait."""
+        for greeting in list(self._greeting):
+            if greeting.hello is not None and greeting in self._greeting:
+                self._hear(greeting, greeting.hello)
+        self._set_timer()
+
+    def refuse_waiting(self, fingerprint: str, error: KvpoolError) -> None:
+        """What greetings of that namespace wait for will not come."""
+        for greeting in list(self._greeting):
+            spec = greeting.hello.namespace if greeting.hello is not None else None
+            if spec is not None and spec.fingerprint == fingerprint:
+                self._refuse(greeting, error)
+
+    def dismiss(self, client: Client, error: KvpoolError) -> None:
+        """Serve a client no more, and tell it why: it may come again. One that has left is left alone."""
+        if client.number not in self.attached:
+            return
+        log.info("client %d, %s, is sent away: %s", client.number, client, error)
+        client.peer.send(Refused(code=error.code, message=error.message, context=error.context))
+        client.peer.close()
+        self._leave(client)
+
+    def _wait(self, greeting: _Greeting, hello: Hello) -> None:
+        if greeting.hello is None:
+            greeting.deadline_ns = time.monotonic_ns() + int(WAIT_S * 1e9)
+        greeting.hello = hello
+        self._set_timer()
+
+    def _admit(self, greeting: _Greeting, hello: Hello) -> Client | None:
+        """Return the client that *hello* makes of a peer, None where it has to wait; or raise why not."""
         if hello.protocol != PROTOCOL_VERSION:
             raise ProtocolError(
                 "protocol versions differ: use the same kvpool on both sides",
@@ -212,6 +258,10 @@ class Clients:
         if self._events.draining and hello.role != ADMIN:
             raise PoolUnavailable("the pool is ending: start a new one when it is gone")
         self._check_identity(greeting, hello)
+        epoch = self._events.epoch_for(hello)
+        if isinstance(epoch, Hello):
+            self._wait(greeting, epoch)
+            return None
         pidfd = self._watch_process(greeting) if hello.role == RANK else None
         try:
             # Last: a namespace is opened for clients that are let in.

@@ -24,14 +24,16 @@ from kvpool import __version__
 from kvpool.config import Settings
 from kvpool.core.budget import DeviceShare
 from kvpool.core.directory import Directory, SendProbe, SendStatus
-from kvpool.errors import Exit, HostError, PeerGone, ProtocolError
+from kvpool.core.epochs import Raised, epoch_of, spec_of
+from kvpool.errors import ConfigError, Exit, HostError, KvpoolError, PeerGone, PoolUnavailable, ProtocolError
 from kvpool.health import facts as f
 from kvpool.io import channel
 from kvpool.procs import coordinator_clients
 from kvpool.procs.coordinator_clients import ADMIN, RANK, SCHEDULER, Client, Clients
+from kvpool.procs.coordinator_epochs import Epochs
 from kvpool.procs.coordinator_health import Facts, Rounds, Row
 from kvpool.procs.coordinator_loop import Loop
-from kvpool.procs.coordinator_namespaces import Namespaces
+from kvpool.procs.coordinator_namespaces import FINGERPRINT, Namespaces
 from kvpool.procs.coordinator_place import LOG_NAME, SOCKET_NAME
 from kvpool.procs.coordinator_preload import Preload
 from kvpool.procs.coordinator_resize import Resizes
@@ -44,7 +46,10 @@ from kvpool.wire.messages import (
     ClientSettings,
     CopiesEnded,
     DevicesChanged,
+    EpochKept,
+    EpochsTold,
     HealthWanted,
+    Hello,
     KeysProbe,
     KeysProbed,
     KeysTold,
@@ -56,6 +61,8 @@ from kvpool.wire.messages import (
     PreloadRevoked,
     Refused,
     Report,
+    ResetDone,
+    ResetWanted,
     ResizeWanted,
     ScanEnded,
     SegmentForgotten,
@@ -74,6 +81,8 @@ from kvpool.wire.messages import (
 FIRST_CLIENT_S = 30.0
 #: How often schedulers hear of devices while those change.
 DEVICES_TOLD_S = 0.05
+#: Engines remembered as having to reset.
+OUTDATED_MAX = 64
 #: What is filled must be written by then; after that the workers are killed.
 DRAIN_S = 120.0
 
@@ -117,6 +126,9 @@ class Coordinator:
         self._preload = Preload(
             self.loop, settings, self._directory, send=self._send_worker, waits=self._staging.waiting
         )
+        self._epochs = Epochs(self.loop, self, len(settings.device))
+        #: Engines that have to reset since another one did, in order.
+        self._outdated: dict[str, None] = {}
         self._rounds = Rounds(self.loop, self._health_rows, self._pool_facts)
         self._devices_told_ns = 0
         self.loop.at_turn_end(self._tell_schedulers)
@@ -174,6 +186,7 @@ class Coordinator:
 
     def worker_ready(self, worker: Worker) -> None:
         """Tell it the namespaces, join it with every rank, grant it staging."""
+        self._epochs.worker_ready(worker.device)
         self._directory.worker_up(worker.device)
         for number, spec in self._namespaces.specs.items():
             worker.peer.send(NamespaceOpened(namespace=number, spec=spec))
@@ -185,6 +198,10 @@ class Coordinator:
     def worker_said(self, worker: Worker, message: Message) -> None:
         """Handle any message of a worker but WorkerReady."""
         match message:
+            case EpochsTold():
+                self._epochs.told(worker.device, message)
+            case EpochKept():
+                self._epochs.kept(worker.device, message)
             case KeysTold():
                 self._directory.told(message.namespace, worker.device, message.entries)
                 self._preload.keys_told(worker.device, message)
@@ -218,8 +235,13 @@ class Coordinator:
                 client.peer.send(WorkerDown(device=worker.device, worker_generation=worker.generation))
         self._send_statuses(self._directory.worker_down(worker.device))
         self._preload.worker_ended(worker.device)
+        self._epochs.worker_gone(worker.device)
         self._devices_changed()
         return self._staging.worker_down(worker.device)
+
+    def worker_never_ready(self, device: int) -> None:
+        """What its device keeps is not known, and not waited for."""
+        self._epochs.worker_gone(device)
 
     def segments_proven(self, segments: list[int]) -> None:
         """A dead worker's segments may be used again."""
@@ -258,19 +280,24 @@ class Coordinator:
 
     # ---------------------------------------------------------------- clients (ClientEvents)
 
+    def epoch_for(self, hello: Hello) -> int | Hello:
+        """Return the epoch to let it in to, or what it says again later."""
+        return self._epochs.admit(hello)
+
     def open_namespace(self, spec: NamespaceSpec) -> int:
         """Make a namespace usable everywhere; raise HostError if staging has no room for it."""
         known = self._namespaces.find(spec)
         number = self._namespaces.next_number if known is None else known
         self._staging.open_namespace(number, spec.rank_count, [group.object_bytes for group in spec.groups])
         if known is None:
-            self._namespaces.open(spec)
-            log.info("namespace %d: model %s, %d ranks, %d groups, fingerprint %s",
-                     number, spec.model_name, spec.rank_count, len(spec.groups), spec.fingerprint[:8])  # fmt: skip
+            served = spec_of(spec, self._epochs.book.current(spec.fingerprint))
+            self._namespaces.open(spec, served)
+            log.info("namespace %d: model %s, %d ranks, %d groups, fingerprint %s, epoch %d", number, spec.model_name,
+                     spec.rank_count, len(spec.groups), spec.fingerprint[:8], epoch_of(served))  # fmt: skip
             self._directory.open_namespace(number)
-            self._preload.open_namespace(number, spec)
+            self._preload.open_namespace(number, served)
             for worker in self._workers.ready:
-                worker.peer.send(NamespaceOpened(namespace=number, spec=spec))
+                worker.peer.send(NamespaceOpened(namespace=number, spec=served))
         return number
 
     def client_joined(self, client: Client) -> None:
@@ -284,6 +311,7 @@ class Coordinator:
             for worker in self._workers.ready:
                 self._join(client, worker)
         else:
+            self._outdated.pop(client.engine, None)
             self._directory.scheduler_joined(client.number, client.engine, client.namespace)
             client.peer.send(DevicesChanged(devices=self._workers.device_states()))
 
@@ -307,6 +335,8 @@ class Coordinator:
                 self._rounds.asked(client.peer)
             case ResizeWanted(staging_bytes=staging_bytes), coordinator_clients.ADMIN:
                 self._resizes.asked(client.peer, staging_bytes, draining=self.draining)
+            case ResetWanted(), coordinator_clients.ADMIN:
+                self._try_reset(client, message.name)
             case StopWanted(), coordinator_clients.ADMIN:
                 self.drain("asked to stop")
             case _:
@@ -344,6 +374,70 @@ class Coordinator:
         self._workers.client_proven(client.number)
         self._staging.rank_proven(client.number)
 
+    # ---------------------------------------------------------------- resets (EpochEvents)
+
+    def epoch_moved(self, fingerprint: str) -> None:
+        """Everybody under the old epoch must come again; schedulers that did not ask for it are not let in then."""
+        number = self._namespaces.close(fingerprint)
+        if number is None:
+            return
+        reason = PoolUnavailable("the model's cache was reset: come again")
+        for client in [client for client in self._clients.attached.values() if client.namespace == number]:
+            if client.role == SCHEDULER and len(self._outdated) < OUTDATED_MAX:
+                self._outdated[client.engine] = None
+            self._clients.dismiss(client, reason)
+        self._staging.close_namespace(number)
+        self._directory.retire_namespace(number)
+
+    def greetings_may_go_on(self) -> None:
+        """Look at those who wait."""
+        self._clients.hear_waiting()
+
+    def reset_failed(self, fingerprint: str, error: KvpoolError) -> None:
+        """Those who wait for a reset wait in vain."""
+        self._clients.refuse_waiting(fingerprint, error)
+
+    def tell_worker(self, device: int, message: Message) -> None:
+        """Send to a device's worker, if it is ready."""
+        self._send_worker(device, message)
+
+    def devices_ready(self) -> list[int]:
+        """Return the devices whose workers are ready."""
+        return [worker.device for worker in self._workers.ready]
+
+    def _try_reset(self, admin: Client, name: str) -> None:
+        try:
+            self._reset(admin, name)
+        except KvpoolError as error:
+            self._clients.dismiss(admin, error)
+
+    def _reset(self, admin: Client, name: str) -> None:
+        """Reset by hand: nobody moves by it, as nobody's KV is known to be of after it."""
+        known = {base.fingerprint: base.model_name for base in self._namespaces.named(name)}
+        if not known and FINGERPRINT.fullmatch(name):
+            known = {name: "(no engine attached)"}
+        if not known:
+            raise ConfigError("no open namespace has that model name or fingerprint", name=name[:200])
+        said = [f"{model} {fingerprint[:8]}" for fingerprint, model in known.items()]
+        waiting = set(known)
+
+        def ended(raised: Raised) -> None:
+            waiting.discard(raised.fingerprint)
+            if not raised.kept:
+                self._clients.dismiss(admin, HostError("no device could keep the reset durably"))
+            elif not waiting:
+                admin.peer.send(ResetDone(namespaces=said, engines=sorted(self._outdated)))
+
+        for fingerprint in known:
+            if self._epochs.book.rising(fingerprint):
+                raise PoolUnavailable("a reset of it is under way: try again")
+            self._epochs.raise_to(fingerprint, self._epochs.book.current(fingerprint) + 1, ended)
+
+    def _engines_outdated(self) -> list[str]:
+        """Return the engines that are here and have to reset before they load or store again."""
+        here = {client.engine for client in self._clients.attached.values()}
+        return sorted(engine for engine in self._outdated if engine in here)
+
     def _welcome(self, client: Client) -> Welcome:
         pool = self._settings.pool
         return Welcome(
@@ -352,6 +446,7 @@ class Coordinator:
             namespace=client.namespace,
             devices=[device.name for device in self._settings.device],
             device_weights=[device.weight for device in self._settings.device],
+            epoch=epoch_of(self._namespaces.specs[client.namespace]) if client.namespace else 0,
             settings=ClientSettings(
                 load_deadline_s=pool.load_deadline_s,
                 store_deadline_s=pool.store_deadline_s,
@@ -407,6 +502,7 @@ class Coordinator:
             f.DEVICES_HEALTHY: sum(state.healthy for state in self._workers.device_states()),
             f.CLIENTS: self._clients.engine_side_count,
             f.KEYS: self._directory.statistics()["keys"],
+            f.ENGINES_OUTDATED: ", ".join(self._engines_outdated()),
             f.PEERS_REFUSED: self._clients.refused_count,
             f.PEERS_DROPPED: self._clients.dropped_count,
             **self._staging.facts(),

@@ -91,6 +91,9 @@ class WorkerEvents(Protocol):
     def worker_ended(self, worker: Worker) -> list[int]:
         """It is no more. Returns the segments to quarantine."""
 
+    def worker_never_ready(self, device: int) -> None:
+        """It ended before it was ready."""
+
     def segments_proven(self, segments: list[int]) -> None:
         """Nothing of a dead worker, and of the ranks it had, touches them any more."""
 
@@ -252,6 +255,8 @@ class Workers:
         was_ready, worker.ready = worker.ready, False
         if was_ready:
             self._quarantine(worker)
+        else:
+            self._events.worker_never_ready(worker.device)
         if self.draining:
             if not self.running:
                 self._events.no_worker_left(None)

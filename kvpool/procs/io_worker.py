@@ -22,8 +22,10 @@ import os
 import select
 import sys
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import assert_never
+
+import msgspec
 
 from kvpool import config
 from kvpool.core import layout
@@ -44,6 +46,7 @@ from kvpool.procs.worker_namespaces import Namespaces
 from kvpool.procs.worker_outbox import Outbox
 from kvpool.procs.worker_room import Room
 from kvpool.wire import messages as wire
+from kvpool.wire.codec import split
 
 log = logging.getLogger("kvpool.worker")
 
@@ -111,7 +114,11 @@ class IoWorker:
         #: (healthy, storing) as the table knows them.
         self._device_told = (True, True)
         self._state_told = (0.0, 0, True, 0)
+        #: When the state is to be told, as of the end of the last pass.
+        self._state_due: int | None = None
         self._draining = False
+        #: What became of actions that were not performed, told to the table after the others.
+        self._deferred: deque[events.Event] = deque()
         self._poller = select.epoll()
         self._poller.register(control.fileno(), select.EPOLLIN)
         for fd in engine.fds():
@@ -160,7 +167,7 @@ class IoWorker:
         dues = [
             self._table.next_deadline_ns(),
             self._engine.next_due_ns(),
-            self._state_due_ns(),
+            self._state_due,
             self._usage.due_ns(),
             self._breaker.due_ns(),
             self._room.due_ns(),
@@ -215,6 +222,8 @@ class IoWorker:
 
     def _on_control_message(self, message: wire.Message, fds: list[int]) -> None:
         match message:
+            case wire.EpochWanted():
+                self._begin_epoch(message)
             case wire.NamespaceOpened(namespace=namespace, spec=spec):
                 self._open_namespace(namespace, spec)
             case wire.ClientJoined():
@@ -264,6 +273,14 @@ class IoWorker:
                 self._preload_keys.pop(admission, None)
                 self._handle(events.PreloadWithdrawn(admission=admission))
 
+    def _begin_epoch(self, wanted: wire.EpochWanted) -> None:
+        """Keep it, and serve no older one from now on, whether it could be kept or not."""
+        error = self._namespaces.epochs.keep(wanted.fingerprint, wanted.epoch)
+        over = self._namespaces.retire(wanted.fingerprint, wanted.epoch)
+        for client in [client for client in self._ranks if self._table.clients[client].space.namespace in over]:
+            self._leave(client)
+        self._send_control(wire.EpochKept(fingerprint=wanted.fingerprint, epoch=wanted.epoch, error=error))
+
     def _open_namespace(self, namespace: int, spec: wire.NamespaceSpec) -> None:
         try:
             scan_fd = self._namespaces.open(namespace, spec)
@@ -297,6 +314,9 @@ class IoWorker:
 
     def _join(self, message: wire.ClientJoined, fd: int) -> None:
         channel = Channel(adopt(fd), wire.RankToWorker)
+        if self._namespaces.is_retired(message.namespace):
+            channel.close()
+            return
         self._ranks[message.client] = channel
         self._poller.register(channel.fileno(), select.EPOLLIN)
         self._handle(
@@ -371,7 +391,21 @@ class IoWorker:
 
     def _handle(self, event: events.Event) -> None:
         for action in self._table.handle(event, now_ns=time.monotonic_ns()):
-            self._perform(action)
+            if not self._is_over(action):
+                self._perform(action)
+        while self._deferred:
+            self._handle(self._deferred.popleft())
+
+    def _is_over(self, action: events.Action) -> bool:
+        """Tell whether the action is about a namespace that was reset; its end is told after the others."""
+        match action:
+            case events.OpenFile(op=op, object=target) if self._namespaces.is_retired(target.namespace):
+                self._deferred.append(events.FileOpened(op=op, error=Code.EPOCH))
+            case events.PublishObject(op=op, object=target) if self._namespaces.is_retired(target.namespace):
+                self._deferred.append(events.ObjectPublished(op=op, error=Code.EPOCH))
+            case _:
+                return False
+        return True
 
     def _perform(self, action: events.Action) -> None:
         match action:
@@ -485,10 +519,11 @@ class IoWorker:
         return told_ns + STATE_INTERVAL_NS if moved else None
 
     def _tell_state(self) -> None:
-        due = self._state_due_ns()
+        due = self._state_due = self._state_due_ns()
         now_ns = time.monotonic_ns()
         if due is None or due > now_ns:
             return
+        self._state_due = None
         speed, backlog = self._reads.bytes_per_s, self._backlog_bytes()
         healthy = self._table.healthy
         self._state_told = (speed, backlog, healthy, now_ns)
@@ -630,6 +665,7 @@ def _serve(control: Channel) -> None:
         log.warning("device %s: no io_uring (%s): %s", device.name, why_no_ring, engine.mode)
     namespaces = Namespaces(files, device.name)
     try:
+        _tell_epochs(control, namespaces, device)
         pipe = engine.take_ring_pipe()
         worker = IoWorker(control, setup, settings, engine, namespaces)
         control.send(
@@ -640,6 +676,20 @@ def _serve(control: Channel) -> None:
     finally:
         namespaces.close()
         engine.close()
+
+
+def _tell_epochs(control: Channel, namespaces: Namespaces, device: config.DeviceSettings) -> None:
+    """Say what was reset; a device that cannot be asked for it is not served, as it may hold bytes from before."""
+    try:
+        kept = namespaces.epochs.kept()
+    except (OSError, msgspec.MsgspecError) as error:
+        raise HostError(
+            "cannot read what was reset: repair or remove that folder, and what is stored of these models with it",
+            device=device.name, path=f"{device.path}/.kvpool/epochs", reason=str(error),
+        ) from error  # fmt: skip
+    for _, entries in split([wire.EpochEntry(fingerprint, epoch) for fingerprint, epoch in sorted(kept.items())]):
+        control.send(wire.EpochsTold(entries=entries))
+    namespaces.epochs.sweep()
 
 
 def _faults(device: str) -> Faults | None:

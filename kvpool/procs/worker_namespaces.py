@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvpool.core import layout, trailer
+from kvpool.core.epochs import base_of, epoch_of
 from kvpool.core.identities import differences
 from kvpool.core.object_events import ObjectId
 from kvpool.core.trailer import Expected
@@ -25,6 +26,7 @@ from kvpool.errors import invariant
 from kvpool.io.engine import Ended, Engine
 from kvpool.io.files import DeviceFiles
 from kvpool.procs import scanner
+from kvpool.procs.worker_epochs import WorkerEpochs
 from kvpool.wire.messages import NamespaceSpec
 
 log = logging.getLogger("kvpool.worker")
@@ -95,7 +97,10 @@ class Namespaces:
     def __init__(self, files: DeviceFiles, device: str) -> None:
         self._files = files
         self._device = device
+        self.epochs = WorkerEpochs(files, device)
         self._open: dict[int, Namespace] = {}
+        #: Namespaces whose epoch is over: nothing of them is read or written any more.
+        self._retired: set[int] = set()
         #: Descriptor of the scanner's output -> its scan.
         self._scans: dict[int, _Scan] = {}
         #: Engine token -> probe.
@@ -112,6 +117,8 @@ class Namespaces:
         """
         directories = self._files.open_namespace(spec)
         self._say_difference(spec)
+        if epoch_of(spec):
+            self.epochs.clear_older(spec)
         self._open[namespace] = Namespace(
             spec=spec,
             directories=directories,
@@ -126,6 +133,20 @@ class Namespaces:
         os.set_blocking(fd, False)
         self._scans[fd] = _Scan(namespace=namespace, process=process)
         return fd
+
+    def retire(self, fingerprint: str, epoch: int) -> list[int]:
+        """Serve no older epoch of what clients call *fingerprint*; return the namespaces that this ends."""
+        older = [
+            number
+            for number, opened in self._open.items()
+            if base_of(opened.spec) == fingerprint and epoch_of(opened.spec) < epoch and number not in self._retired
+        ]
+        self._retired.update(older)
+        return older
+
+    def is_retired(self, namespace: int) -> bool:
+        """Tell whether the namespace's epoch is over."""
+        return namespace in self._retired
 
     def _say_difference(self, spec: NamespaceSpec) -> None:
         """Say once, for each namespace, why nothing of what lies under its model's name is found."""
@@ -247,7 +268,8 @@ class Namespaces:
         return Probed(probe=probe.probe, namespace=probe.namespace, found=found)
 
     def close(self) -> None:
-        """End the scans."""
+        """End the helpers."""
+        self.epochs.close()
         for scan in self._scans.values():
             scan.process.kill()
             scan.process.wait()

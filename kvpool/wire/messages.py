@@ -83,6 +83,8 @@ class Hello(Message):
         engine: Identifies one vLLM engine (all its ranks and its scheduler say the same).
         rank: 0 .. rank_count - 1 for ranks, -1 otherwise.
         namespace: What the engine stores; None for admin.
+        epoch: Scheduler: the namespace's epoch that this engine's KV is of; -1 for an engine that knows of none.
+        reset: Scheduler: the engine has dropped all KV; start a new epoch, or join one that others started since.
     """
 
     protocol: int
@@ -92,10 +94,17 @@ class Hello(Message):
     rank: int
     pid: int
     namespace: NamespaceSpec | None = None
+    epoch: int = -1
+    reset: bool = False
 
 
 class Welcome(Message):
-    """Answer to Hello. *devices* are named in index order; `device` fields elsewhere are indices into it."""
+    """
+    Answer to Hello. *devices* are named in index order; `device` fields elsewhere are indices into it.
+
+    Attributes:
+        epoch: Of the namespace: a job of another epoch must not be done here.
+    """
 
     generation: int
     client: int
@@ -103,6 +112,7 @@ class Welcome(Message):
     devices: list[str]
     device_weights: list[int]
     settings: "ClientSettings"
+    epoch: int = 0
 
 
 class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -277,6 +287,23 @@ class StopWanted(Message):
     """Admin: write what is filled, then end."""
 
 
+class ResetWanted(Message):
+    """
+    Admin: start a new epoch of the namespaces that *name* means: a model's name, or the start of a fingerprint.
+
+    Answered by ResetDone, or by Refused. Engines that are attached neither load nor store until they reset, too.
+    """
+
+    name: str
+
+
+class ResetDone(Message):
+    """The new epochs count: model name and fingerprint of each namespace, and the engines that have to reset."""
+
+    namespaces: list[str]
+    engines: list[str]
+
+
 class ResizeWanted(Message):
     """Admin: let staging have so many bytes. Answered by ResizeState, now and then until it is done, or by Refused."""
 
@@ -412,6 +439,38 @@ class WorkerReady(Message):
     worker_generation: int
     io_mode: str
     pid: int
+
+
+class EpochEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The epoch of the namespace whose clients say that fingerprint."""
+
+    fingerprint: str
+    epoch: int
+
+
+class EpochsTold(Message):
+    """Worker, before WorkerReady: what its device keeps, of namespaces that were reset."""
+
+    entries: list[EpochEntry]
+
+
+class EpochWanted(Message):
+    """
+    Coordinator: keep that epoch, durably, and answer EpochKept.
+
+    From then on the worker serves no older epoch of that namespace: its clients are hung up on.
+    """
+
+    fingerprint: str
+    epoch: int
+
+
+class EpochKept(Message):
+    """Worker: it is kept, or *error* says why not."""
+
+    fingerprint: str
+    epoch: int
+    error: str = ""
 
 
 class NamespaceOpened(Message):
@@ -577,18 +636,19 @@ class Drain(Message):
 
 ClientToCoordinator = (
     Hello | CopiesEnded | SegmentForgotten | Announce | Withdraw | Report | HealthWanted | StopWanted | ResizeWanted
-)
+    | ResetWanted
+)  # fmt: skip
 CoordinatorToClient = (
     Welcome | Refused | WorkerUp | WorkerDown | SegmentUp | SegmentDown | Status | KeysChanged | StoresEnded
-    | DevicesChanged | ReportWanted | Health | ResizeState
+    | DevicesChanged | ReportWanted | Health | ResizeState | ResetDone
 )  # fmt: skip
 RankToWorker = Load | Release | LoadCancel | Store | Filled | StoreCancel
 WorkerToRank = Ready | LoadFailed | StoreAnswer
 CoordinatorToWorker = (
-    WorkerSetup | NamespaceOpened | ClientJoined | ClientProven | SegmentGranted | SegmentsGranted
+    WorkerSetup | EpochWanted | NamespaceOpened | ClientJoined | ClientProven | SegmentGranted | SegmentsGranted
     | SegmentRecalled | KeysProbe | ReportWanted | PreloadReserve | PreloadCommit | PreloadWithdraw | Drain
 )  # fmt: skip
 WorkerToCoordinator = (
-    WorkerReady | SegmentReturned | KeysTold | ScanEnded | KeysProbed | WorkerStoresEnded | WorkerState
-    | PreloadAnswer | PreloadRevoked | PreloadLanded | StagingUsed | Report
-)
+    WorkerReady | EpochsTold | EpochKept | SegmentReturned | KeysTold | ScanEnded | KeysProbed | WorkerStoresEnded
+    | WorkerState | PreloadAnswer | PreloadRevoked | PreloadLanded | StagingUsed | Report
+)  # fmt: skip

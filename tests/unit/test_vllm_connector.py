@@ -315,7 +315,7 @@ def test_other_requests_may_still_load_what_failed_for_one(make: MakeWorld) -> N
 def test_after_a_reset_a_load_in_flight_and_all_later_requests_find_nothing(make: MakeWorld) -> None:
     world = make()
     step, job, _, blocks = load(world, "a", 2 * CHUNK + 10)
-    world.scheduler.reset_prefix_cache(reset_connector=True)
+    assert not world.scheduler.reset_prefix_cache(reset_connector=True), "a load holds blocks"
     assert {job} == world.scheduler.connector.scheduler._current_batch_jobs_to_flush  # type: ignore[union-attr]
     world.report(step, loaded={job: "a"}, failed={job: {b"any"}}, invalid=set(blocks))
     world.pool.default = Hit(0, True)
@@ -323,6 +323,17 @@ def test_after_a_reset_a_load_in_flight_and_all_later_requests_find_nothing(make
     step = world.step()
     assert ({}, {}) == (step.loads, step.stores)
     assert {"a": 2 * CHUNK + 10, "b": 2 * CHUNK + 10} == step.output.num_scheduled_tokens
+
+
+def test_after_a_reset_with_nothing_in_use_requests_load_and_store_in_the_new_epoch(make: MakeWorld) -> None:
+    world = make()
+    assert world.scheduler.reset_prefix_cache(reset_connector=True)
+    world.add("a", 2 * CHUNK + 10)
+    step = world.step()
+    assert [1] == [spec.epoch for spec in step.stores.values()]
+    world.pool.default = Hit(0, True)
+    world.add("b", 2 * CHUNK + 10, seed=5)
+    assert [1] == [spec.epoch for spec, _ in world.step().loads.values()]
 
 
 def test_a_sliding_window_chunk_whose_head_is_gone_is_not_stored(make: MakeWorld) -> None:

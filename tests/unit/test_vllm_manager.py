@@ -31,6 +31,11 @@ class FakePool:
         self.offered: list[tuple[str, tuple[bytes, ...]]] = []
         self.placed: list[tuple[bytes, int, bytes]] = []
         self.closed = False
+        self.epoch = 0
+        self.resets = 0
+
+    def reset(self) -> None:
+        self.resets += 1
 
     def announce(self, request: str, keys: list[bytes], priority: int) -> None:
         self.announced.append((request, keys, priority))
@@ -125,7 +130,7 @@ def test_a_load_carries_the_device_of_each_key(manager: KvPoolManager, pool: Fak
     for index in range(2):
         manager.lookup(key_of(index), context_of())
     spec = manager.prepare_load([key_of(0), key_of(1)], context_of())
-    assert KvPoolLoadSpec("r", "f", (key_of(0), key_of(1)), (2, 1)) == spec
+    assert KvPoolLoadSpec("r", "f", 0, (key_of(0), key_of(1)), (2, 1)) == spec
     assert {1: [key_of(1)]} == manager.missing_keys("r", [key_of(0), key_of(1)])
 
 
@@ -165,7 +170,7 @@ def test_a_store_is_placed_by_the_position_of_its_chunk_and_the_first_key(
     output = manager.prepare_store([key_of(1), key_of(2)], context_of())
     assert output is not None
     assert [(key_of(1), 1, key_of(0)), (key_of(2), 2, key_of(0))] == pool.placed
-    spec = KvPoolStoreSpec("r", "f", (key_of(1), key_of(2)), (1, 0), (2 * CHUNK, 3 * CHUNK), (None, None))
+    spec = KvPoolStoreSpec("r", "f", 0, (key_of(1), key_of(2)), (1, 0), (2 * CHUNK, 3 * CHUNK), (None, None))
     assert spec == output.store_spec
     assert [("r", (key_of(1), key_of(2)))] == pool.offered
 
@@ -192,11 +197,38 @@ def test_a_chunk_that_may_not_be_stored_is_left_out_and_a_mask_goes_with_one_tha
     assert ((key_of(1), key_of(2)), (b"\0\1", None)) == (spec.keys, spec.masks)
 
 
-def test_after_a_reset_nothing_is_loaded_or_stored(manager: KvPoolManager, pool: FakePool) -> None:
-    pool.known = {key_of(0): Hit(0, True)}
+def test_a_reset_forgets_hits_and_tells_the_pool(manager: KvPoolManager, pool: FakePool) -> None:
+    pool.known = {key_of(0): Hit(3, True)}
+    assert LookupResult.HIT == manager.lookup(key_of(0), context_of())
     manager.reset_cache()
+    assert [1, False] == [pool.resets, manager.stopped]
+    assert {} == manager.missing_keys("r", [key_of(0)])
+    spec = manager.prepare_load([key_of(0)], context_of())
+    assert isinstance(spec, KvPoolLoadSpec)
+    assert (0,) == spec.devices
+
+
+def test_jobs_name_the_epoch_of_the_scheduler(manager: KvPoolManager, pool: FakePool) -> None:
+    pool.epoch = 7
+    pool.known = {key_of(0): Hit(0, True)}
+    output = manager.prepare_store([key_of(1)], context_of())
+    assert output is not None
+    assert [7, 7] == [output.store_spec.epoch, manager.prepare_load([key_of(0)], context_of()).epoch]
+
+
+def test_a_reset_with_blocks_in_use_stops_loads_and_stores_until_one_without(
+    manager: KvPoolManager, pool: FakePool
+) -> None:
+    manager.blocks_unused = lambda: False
+    manager.reset_cache()
+    pool.known = {key_of(0): Hit(0, True)}
+    assert [1, True] == [pool.resets, manager.stopped]
     assert LookupResult.MISS == manager.lookup(key_of(0), context_of())
     assert [] == stored_keys(manager, context_of(), 1)
+    manager.blocks_unused = lambda: True
+    manager.reset_cache()
+    assert [2, False] == [pool.resets, manager.stopped]
+    assert LookupResult.HIT == manager.lookup(key_of(0), context_of())
 
 
 @pytest.mark.parametrize(("loads", "stores"), [(True, False), (False, True)])

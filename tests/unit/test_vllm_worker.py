@@ -50,10 +50,12 @@ class FakeClient:
         self.flushed: list[set[int]] = []
         self.closed = False
 
-    def submit_store(self, job: int, request: str, objects: Sequence[JobObject], after: object) -> None:
+    def submit_store(
+        self, job: int, request: str, objects: Sequence[JobObject], after: object, *, epoch: int | None = None
+    ) -> None:
         self.stores[job] = (request, objects)
 
-    def submit_load(self, job: int, objects: Sequence[JobObject]) -> None:
+    def submit_load(self, job: int, objects: Sequence[JobObject], *, epoch: int | None = None) -> None:
         self.loads[job] = objects
 
     def copies(self, objects: Sequence[JobObject]) -> list[Copy]:
@@ -130,11 +132,11 @@ def keys_of(group: int, *chunks: int) -> tuple[bytes, ...]:
 
 
 def store_spec(keys: tuple[bytes, ...], ends: tuple[int, ...], masks: Any = None, name: str = "f") -> KvPoolStoreSpec:
-    return KvPoolStoreSpec("r", name, keys, (0,) * len(keys), ends, masks or (None,) * len(keys))
+    return KvPoolStoreSpec("r", name, 0, keys, (0,) * len(keys), ends, masks or (None,) * len(keys))
 
 
 def load_spec(keys: tuple[bytes, ...], name: str = "f") -> KvPoolLoadSpec:
-    return KvPoolLoadSpec("r", name, keys, (0,) * len(keys))
+    return KvPoolLoadSpec("r", name, 0, keys, (0,) * len(keys))
 
 
 def gpu(blocks: list[int], sizes: list[int], indices: list[int]) -> GPULoadStoreSpec:

@@ -57,6 +57,12 @@ class FakePool:
         self.lookups = 0
         self.states: dict[int, DeviceState] = {}
         self.on_wait: Any = None
+        self.epoch = 0
+
+    def reset(self) -> None:
+        self.known.clear()
+        self.default = Miss("absent")
+        self.epoch += 1
 
     def wait_connected(self, timeout_s: float) -> bool:
         return self.connected
@@ -87,12 +93,6 @@ class FakePool:
         self.lookups += 1
         return self.known.get(key, self.default)
 
-    def place_store(self, request: str, key: bytes, position: int, first_key: bytes) -> int:
-        return 0
-
-    def store_offered(self, request: str, keys: tuple[bytes, ...]) -> None:
-        pass
-
     def answered(self, request: str) -> bool:
         return not any(isinstance(self.known.get(key, self.default), Later) for key in self.announced.get(request, []))
 
@@ -101,6 +101,12 @@ class FakePool:
             lambda hit: isinstance(hit, Hit), (self.known.get(key, self.default) for key in keys)
         )
         return [RESIDENT_PLACE if hit.resident else hit.device for hit in found if isinstance(hit, Hit)]
+
+    def place_store(self, request: str, key: bytes, position: int, first_key: bytes) -> int:
+        return 0
+
+    def store_offered(self, request: str, keys: tuple[bytes, ...]) -> None:
+        pass
 
     def request_cut(self, request: str) -> bool:
         return False
