@@ -13,7 +13,7 @@ so that equal objects are equal files.
         12      4  rank
         16      8  payload bytes
         24     32  namespace fingerprint
-        56      8  payload checksum (xxh3_64)
+        56      8  payload checksum (xxh3_64); 0: none (one that is 0 by chance counts as none, and is stored again)
         64      2  length of the key
         66    128  key, zero-padded
        194   3894  zero
@@ -34,6 +34,9 @@ ALIGNMENT_BYTES = 4096
 FORMAT_VERSION = 1
 MAGIC = b"kvpool\r\n"
 KEY_BYTES_MAX = 128
+
+#: In the place of a payload checksum: the object was published without one, by a pool that does not verify.
+NO_CHECKSUM = 0
 
 _FIELDS = struct.Struct(f"<8sIIQ32sQH{KEY_BYTES_MAX}s")
 _CHECKED_BYTES = TRAILER_BYTES - 8

@@ -496,6 +496,8 @@ class RingEngine:
         wanted = trailer.check(bytes(slot[-TRAILER_BYTES:]), expect)
         if not self._verify:
             return
+        if wanted == trailer.NO_CHECKSUM:
+            raise IntegrityError("published without a checksum, by a pool with verify = false")
         payload = slot[: expect.payload_bytes]
         if len(payload) <= INLINE_BYTES_MAX:
             found = payload_checksum(payload)
@@ -573,7 +575,9 @@ class RingEngine:
             slot_bytes=len(slot),
         )
         payload = slot[: expect.payload_bytes]
-        if len(payload) <= INLINE_BYTES_MAX:
+        if not self._verify:
+            checksum = trailer.NO_CHECKSUM
+        elif len(payload) <= INLINE_BYTES_MAX:
             checksum = payload_checksum(payload)
         else:
             checksum = yield self._checksums.checksum, payload

@@ -161,6 +161,15 @@ def test_without_verification_a_flipped_payload_byte_passes_and_a_swapped_file_d
     assert Code.CORRUPT == bench.load(1, path=bench.path(2)).error
 
 
+def test_an_object_stored_without_verification_is_not_served_where_it_is_on(make):
+    unverified = make(verify=False)
+    unverified.store(1)
+    assert unverified.load(1).error is None
+    end = make().load(1)
+    assert Code.CORRUPT == end.error
+    assert "without a checksum" in end.detail
+
+
 @pytest.mark.parametrize("left", [0, 1, 4096, 8192, 150_000, -4096, -1])
 def test_a_truncated_file_is_found(make, left):
     bench = make()
