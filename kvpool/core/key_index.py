@@ -81,9 +81,11 @@ class KeyIndex:
         invariant(known.slot_bytes == slot_bytes, "namespace changed its slot sizes", namespace=namespace)
 
     def add(self, object_id: ObjectId, actions: list[Action]) -> None:
-        """That object's file exists."""
+        """That object's file exists; not for long, if it is being removed."""
         space = self.namespaces[object_id.namespace]
         key = object_id.key
+        if key in space.removing:
+            return
         old = space.masks.get(key, 0)
         new = old | 1 << object_id.rank
         if new != old:
