@@ -89,20 +89,20 @@ def measure_copies(*, gpu: int, objects: int, segment_fd: int, start_at: float |
     }
     _verify(memory, cache, copier, copies(scattered), scattered)
     seconds = _timed(ways, start_at)
-    size = objects * OBJECT_BYTES
+    copier.close()
+    pinned = {"pin_s": round(pin_s, 3), "pin_gib": round(segment_bytes / GIB, 2)}
+    return pinned | _figures(seconds, objects * OBJECT_BYTES)
+
+
+def _figures(seconds: dict[str, float], size: int) -> dict[str, Any]:
+    """Return GB/s of each way for *size* bytes, and the ratios of kvpool's ways to the plain one of their direction."""
+    rates = {f"{name}_gbps": round(size / taken / 1e9, 2) for name, taken in seconds.items()}
     ratios = {
         f"{name}_ratio": round(seconds[f"plain_{name.split('_')[0]}"] / taken, 3)
         for name, taken in seconds.items()
         if not name.startswith("plain")
     }
-    copier.close()
-    return {
-        "bytes": size,
-        "pin_s": round(pin_s, 3),
-        "pin_gib": round(segment_bytes / GIB, 2),
-        **{f"{name}_gbps": round(size / taken / 1e9, 2) for name, taken in seconds.items()},
-        **ratios,
-    }
+    return {"bytes": size, **rates, **ratios}
 
 
 def _copier(gpu: int) -> Any:
