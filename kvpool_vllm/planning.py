@@ -17,7 +17,7 @@ Does not cover: how a verdict becomes vLLM's answer (`scheduling.py`).
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ from kvpool.core.curves import BreakEven
 from kvpool.core.estimates import STEP_TOKENS_SMALL
 from kvpool.core.gate import Gate
 from kvpool.core.measured import Measured
-from kvpool.core.planner import Ask, Kind, Load, Planner, Verdict
+from kvpool.core.planner import LOAD_PART, Ask, Kind, Load, Planner, Verdict
 from kvpool.core.prices import Prices
 from kvpool.core.profiles import Profile
 from kvpool.core.rounds import Rounds
@@ -141,6 +141,10 @@ class Planning:
         #: Predicted and actual seconds of loads, newest last.
         self.waits: deque[tuple[float, float]] = deque(maxlen=256)
         self._loading: dict[str, tuple[float, float]] = {}
+        #: What vLLM was told last about each waiting request, and how often each kind of it became true.
+        self._told_kinds: dict[str, Kind] = {}
+        self._counts: Counter[str] = Counter()
+        self._last_why = ""
 
     # ------------------------------------------------------------ requests
 
@@ -157,6 +161,7 @@ class Planning:
 
     def left(self, request: str) -> None:
         """The request has its blocks, or is over."""
+        self._told_kinds.pop(request, None)
         if self._waiting.pop(request, None) is not None:
             self._rounds.forget(request)
 
@@ -259,7 +264,20 @@ class Planning:
         if waiter.computed != computed or waiter.profile is None:
             waiter.computed, waiter.profile = computed, None
             self._rounds.changed()
-        return self._rounds.verdict(lambda: self._ask(request, waiter), request, prices, now_ns=time.monotonic_ns())
+        found = self._rounds.verdict(lambda: self._ask(request, waiter), request, prices, now_ns=time.monotonic_ns())
+        if self._told_kinds.get(request) is not found.kind:
+            self._told_kinds[request] = found.kind
+            self._note(request, found)
+        return found
+
+    def _note(self, request: str, found: Verdict) -> None:
+        self._counts[f"planner_{found.kind.value}"] += 1
+        self._counts["planner_partial"] += found.why == LOAD_PART
+        self._last_why = f"{found.kind.value} {found.chunks} chunks: {found.why}"
+        logger.debug(
+            "kvpool: %s: %s; bytes there in %.3f s, first token in %.3f s, computed in %.3f s",
+            request, self._last_why, found.wait_s, found.load_s, found.recompute_s,
+        )  # fmt: skip
 
     def backlog_seconds(self, backlog_bytes: Mapping[int, float]) -> list[float]:
         """Return how long each device will read for what is queued."""
@@ -306,6 +324,8 @@ class Planning:
             "planned_waiting": len(self._waiting),
             "waits_predicted": len(self.waits),
             "waits_within_quarter": near,
+            "planner_last": self._last_why,
+            **self._counts,
             **self._rounds.statistics(),
         }
 

@@ -144,6 +144,8 @@ class SchedulerSide:
         manager.mask_of = self._mask_of
         manager.blocks_unused = self._blocks_unused
         manager.may_store = self._may_store
+        if planning is not None:
+            manager.client.more_facts = planning.facts
 
     @property
     def _states(self) -> dict[str, "RequestOffloadState"]:
@@ -170,7 +172,8 @@ class SchedulerSide:
         if status is None:
             return
         status.update_offload_keys()
-        if self._planning is not None and request.request_id not in self._holding:
+        plans = self._planning is not None and self._manager.may_load(request.request_id)
+        if plans and request.request_id not in self._holding:
             self._plan_for(request, status)
         keys = [key for state in status.group_states for key in state.offload_keys]
         known = self._announced.get(request.request_id, 0)

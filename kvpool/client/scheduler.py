@@ -76,6 +76,8 @@ class SchedulerClient:
         self._epoch = -1
         self._resetting = False
         self._started_ns = time.monotonic_ns()
+        #: What else the engine's scheduler tells for health.
+        self.more_facts: Callable[[], dict[str, str | int | float | bool]] = dict
         self.pump()
 
     # ------------------------------------------------------------ requests
@@ -206,6 +208,7 @@ class SchedulerClient:
             "model": self._namespace.model_name,
             "uptime_s": (time.monotonic_ns() - self._started_ns) / 1e9,
             **self._table.statistics(),
+            **self.more_facts(),
         }
 
     def close(self) -> None:

@@ -216,3 +216,10 @@ def test_a_poll_of_a_request_that_waits_is_cheap(make: MakeWorld, monkeypatch: p
     assert lookups == world.pool.lookups
     assert (time.thread_time() - start) / 200 < 200e-6
     assert side._planning is not None
+
+
+def test_every_decision_is_counted_and_the_last_one_told_with_its_reason(make: MakeWorld) -> None:
+    world = make(read_s=1.5)
+    first_step(world, "a", 4 * CHUNK + 10)
+    facts = world.pool.more_facts()
+    assert (1, "decline 0 chunks: computing costs no more") == (facts["planner_decline"], facts["planner_last"])

@@ -57,6 +57,7 @@ class FakePool:
         self.lookups = 0
         self.states: dict[int, DeviceState] = {}
         self.on_wait: Any = None
+        self.more_facts: Any = dict
         self.epoch = 0
 
     def reset(self) -> None:
