@@ -10,7 +10,7 @@ def main(arguments: list[str]) -> int:
     first = int(arguments[0])
     for seed in range(first, first + (int(arguments[1]) if len(arguments) > 1 else 1)):
         world = run_seed(seed)
-        print(seed, world.kernel.happened, sorted(world.plan.faults), world.counts)  # noqa: T201
+        print(seed, world.kernel.happened, sorted(world.plan.faults), world.counts)
     return 0
 
 

@@ -151,6 +151,4 @@ def _leases_left(world: "World") -> list[object]:
         for worker in world.workers
         if worker.process.alive and worker.worker is not None
     }
-    return [
-        lease for lease, (_, _, generation) in world.leases._held.items() if (lease[2], generation) in generations
-    ]
+    return [lease for lease, (_, _, generation) in world.leases._held.items() if (lease[2], generation) in generations]

@@ -19,13 +19,13 @@ from kvpool.core.trailer import Expected
 from kvpool.errors import Code
 from kvpool.io.engine import Ended, Kind, SegmentMemory
 
-from .kernel import HUNG_UP, MS, S, US, Flag, Kernel, Process, check
+from .kernel import HUNG_UP, MS, US, Flag, Kernel, Process, S, check
 from .memory import TORN, Memory
 
 
 @dataclass(slots=True)
 class DriveFaults:
-    """Rates of what goes wrong, per operation; 0 for not at all."""
+    """Rates of what goes wrong, per operation; 0 for not at all. *late_ns*: a dead worker's operations take longer."""
 
     open_errors: float = 0.0
     read_errors: float = 0.0
@@ -34,6 +34,7 @@ class DriveFaults:
     full: float = 0.0
     stalls: float = 0.0
     stall_ns: int = S
+    late_ns: int = 0
     outages: bool = False
 
 
@@ -254,7 +255,10 @@ class DriveEngine:
     def _start(self, took_ns: int, end: Callable[[], Ended]) -> None:
         self._running += 1
 
-        def land() -> None:
+        def land(*, late: bool = False) -> None:
+            if not self._process.alive and not late and self.drive.faults.late_ns:
+                self.kernel.after(self.drive.rng.randrange(1, self.drive.faults.late_ns), lambda: land(late=True))
+                return
             self._running -= 1
             ended = end()
             if self._process.alive:

@@ -25,7 +25,7 @@ from kvpool.core.trailer import Expected
 from kvpool.errors import Code
 from kvpool.wire.messages import NamespaceSpec
 
-from .kernel import MS, S, US, Kernel, Process, check
+from .kernel import MS, US, Kernel, Process, S, check
 from .memory import Leases, Memory, Who
 
 CONFIG = ClientConfig(run_dir="/simulated")
@@ -90,7 +90,9 @@ class SimCopier(Copier):
         parts: list[tuple[Memory, int, Who, object]] = []
         for copy in copies:
             self._copy += 1
-            parts.append((self._memories[copy.segment], copy.offset, ("rank", self._process.pid, self._copy), copy.place))
+            parts.append(
+                (self._memories[copy.segment], copy.offset, ("rank", self._process.pid, self._copy), copy.place)
+            )
         ticket = _Ticket(parts, load, failed=self._rng.random() < self._errors)
         for memory, offset, who, tag in parts:
             if load:
@@ -101,9 +103,13 @@ class SimCopier(Copier):
         self._kernel.after(self._rng.randrange(1, self._copy_us) * US, lambda: self._end(ticket))
         return ticket
 
+    def running(self) -> int:
+        """Batches under way."""
+        return len(self._running)
+
     def _end(self, ticket: _Ticket, *, whole: bool = True) -> None:
-        if ticket.over:
-            return
+        if ticket.over or (whole and not self._process.alive):
+            return  # of a killed process what runs goes on until it is gone
         ticket.over = True
         self._running.remove(ticket)
         for memory, offset, who, tag in ticket.copies:
@@ -120,13 +126,13 @@ class SimCopier(Copier):
 class SimRank(RankClient):
     """The rank client, with each of its words about slots noted."""
 
-    def __init__(self, *arguments: Any, leases: Leases, pid: int, **named: Any) -> None:
-        self._leases, self._pid = leases, pid
+    def __init__(self, *arguments: Any, leases: Leases, pid: int, validates: bool, **named: Any) -> None:
+        self._leases, self._pid, self._validates = leases, pid, validates
         super().__init__(*arguments, **named)
 
     def _feed(self, event: ev.Event) -> None:
         super()._feed(event)
-        if not self._feeding:
+        if self._validates and not self._feeding:
             self._table.validate()
 
     def _do(self, action: ev.Action) -> None:
@@ -160,7 +166,7 @@ class RankProcess:
     def _start(self) -> None:
         self.client = SimRank(
             CONFIG, self.engine.spec, engine=self.engine.name, rank=self.rank, copier=self.copier,
-            leases=self.world.leases, pid=self.process.pid,
+            leases=self.world.leases, pid=self.process.pid, validates=self.world.validates,
         )  # fmt: skip
 
     def _turn(self) -> None:
@@ -291,7 +297,8 @@ class EngineProcess:
 
     def _step(self) -> None:
         self.client.pump()
-        self.client._table.validate()
+        if self.world.validates:
+            self.client._table.validate()
         running = sum(request.state != "waiting" for request in self.requests)
         for request in [one for one in self.requests if one.state == "waiting"]:
             if running >= self.world.plan.running_max:
@@ -328,7 +335,8 @@ class EngineProcess:
     def _compute(self, request: Request) -> None:
         request.state = "computing"
         self.world.kernel.after(
-            self.world.rng.randrange(1, self.world.plan.compute_ms) * MS, lambda: self._as_me(lambda: self._computed(request))
+            self.world.rng.randrange(1, self.world.plan.compute_ms) * MS,
+            lambda: self._as_me(lambda: self._computed(request)),
         )
 
     def _computed(self, request: Request) -> None:

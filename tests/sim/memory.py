@@ -13,6 +13,7 @@ Giving a slot to anybody while a lease or a touch of another holds it is a viola
 """
 
 from collections import defaultdict
+from collections.abc import KeysView
 from dataclasses import dataclass, field
 
 from .kernel import File, Kernel, check
@@ -141,6 +142,10 @@ class Leases:
         for lease, (_, _, of_generation) in list(self._held.items()):
             if lease[0] == pid and device in (None, lease[2]) and generation in (None, of_generation):
                 self.end(lease, may_come=False)
+
+    def held(self) -> KeysView[LeaseId]:
+        """Return the promises that are not over."""
+        return self._held.keys()
 
     def __len__(self) -> int:
         return len(self._held)

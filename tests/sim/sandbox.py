@@ -19,16 +19,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, TracebackType, UnionType
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import kvpool.client
 import kvpool.procs
 from kvpool.errors import PeerGone, PoolUnavailable
 from kvpool.io.channel import Channel as RealChannel
+from kvpool.procs.coordinator_clients import _Greeting as Greeting
 from kvpool.wire.codec import Decoder, encode
 from kvpool.wire.messages import Message
 
-from .kernel import HUNG_UP, S, US, Epoll, Flag, Kernel, Listener, Process, Socket, check
+from .kernel import HUNG_UP, US, Epoll, Flag, Kernel, Listener, Process, S, Socket, check
 from .memory import Memory, MemoryFile
 
 #: Frames that one `receive` takes, as the real channel's default.
@@ -66,10 +67,12 @@ class Sock:
     def setblocking(self, _flag: bool) -> None:
         """Nothing here blocks."""
 
-    def __enter__(self) -> "Sock":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, _kind: type | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -152,7 +155,7 @@ class Popen:
 
 class _Future:
     def __init__(self) -> None:
-        self._calls: list[Callable[["_Future"], None]] = []
+        self._calls: list[Callable[[_Future], None]] = []
         self._value: object = None
 
     def add_done_callback(self, call: Callable[["_Future"], None]) -> None:
@@ -290,9 +293,12 @@ class Sandbox:
         ]
         for module, name, _, fake in replaced:
             setattr(module, name, fake)
+        # A set of peers that greet has an order that is not this process's memory layout.
+        by_identity, Greeting.__hash__ = Greeting.__hash__, lambda greeting: greeting.pid  # type: ignore[method-assign]
         try:
             yield
         finally:
+            Greeting.__hash__ = by_identity  # type: ignore[method-assign]
             for module, name, real, _ in replaced:
                 setattr(module, name, real)
             logging.disable(logged)

@@ -21,7 +21,7 @@ from kvpool.wire.messages import GroupSpec, NamespaceSpec
 from . import checks
 from .drive import Drive, DriveFaults
 from .engines import EngineProcess, Request
-from .kernel import MS, S, US, Kernel, Process, Socket, Violation, check
+from .kernel import MS, US, Kernel, Process, S, Socket, Violation, check
 from .memory import Leases
 from .pool import CoordinatorProcess, SimRoom, WorkerProcess
 from .sandbox import Sandbox
@@ -30,10 +30,12 @@ from .sandbox import Sandbox
 FAULTS = (
     "worker_death", "coordinator_death", "engine_death", "open_errors", "read_errors", "corruption", "write_errors",
     "full", "stalls", "outage", "copy_errors", "slow_copies", "slow_messages", "slow_death", "evictions", "aborts",
-    "resizes",
+    "resizes", "late_landing",
 )  # fmt: skip
 #: What must not make any load fail.
-HARMLESS = frozenset({"slow_messages", "slow_copies", "aborts", "evictions", "resizes"})
+HARMLESS = frozenset({"slow_messages", "slow_copies", "slow_death", "late_landing", "aborts", "evictions", "resizes"})
+#: A death that waits for its moment comes after so long in any case.
+MOMENT_NS = 100 * MS
 EVENTS_MAX = 400_000
 
 
@@ -81,9 +83,10 @@ class Plan:
             ranks=rng.choice([1, 1, 2]), object_bytes=rng.choice([[4096], [4096], [4096, 12288]]),
             engines=rng.choice([1, 1, 2]), namespaces=rng.choice([1, 2]), slots=rng.choice([6, 8, 12, 20, 40]),
             cache=rng.choice(["off", "lru", "arc"]), preload=rng.random() < 0.6, lookahead=rng.randint(1, 6),
-            warm=rng.choice([0.0, 0.5, 1.0]), requests=rng.randint(4, 16), chunks_max=rng.randint(1, 8), conversations=rng.randint(1, 5),
-            span_ms=rng.choice([20, 50, 200, 600]) + (2000 if "coordinator_death" in faults else 0), compute_ms=rng.choice([2, 20, 60]), running_max=rng.randint(1, 4),
-            copy_us=20_000 if "slow_copies" in faults else 500, slow_death="slow_death" in faults,
+            warm=rng.choice([0.0, 0.5, 1.0]), requests=rng.randint(4, 16), chunks_max=rng.randint(1, 8),
+            conversations=rng.randint(1, 5), running_max=rng.randint(1, 4), compute_ms=rng.choice([2, 20, 60]),
+            span_ms=rng.choice([20, 50, 200, 600]) + (2000 if "coordinator_death" in faults else 0),
+            copy_us=20_000 if {"slow_copies", "slow_death"} & faults else 500, slow_death="slow_death" in faults,
             copy_errors=0.05 if "copy_errors" in faults else 0.0,
             load_deadline_s=rng.choice([1.0, 5.0]) if faults - HARMLESS else 20.0,
             store_deadline_s=rng.choice([0.05, 0.3]), fill_deadline_s=rng.choice([0.2, 2.0]),
@@ -129,30 +132,34 @@ class World:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.validates = True
         self.rng = random.Random(plan.seed * 7919 + 1)
         self.kernel = Kernel(self.rng)
         self.settings = plan.settings()
         self.leases = Leases()
         self.sandbox = Sandbox(self.kernel, self._spawn_worker, SimRoom)
         self.sandbox.greets = lambda process: self.leases.end_of_rank(process.pid)
-        self.drives = [Drive(kernel=self.kernel, rng=self.rng, faults=self._drive_faults()) for _ in range(plan.devices)]
+        self.drives = [self._drive() for _ in range(plan.devices)]
         self.workers: list[WorkerProcess] = []
         self.coordinator: CoordinatorProcess | None = None
         self.engines: dict[str, EngineProcess] = {}
         self.staging_bytes_max = self.settings.pool.staging_bytes
         self.arrivals_left = 0
         self.counts: dict[str, int] = {}
+        #: Deaths that wait for their moment: (until when, whether it has come, what happens).
+        self._armed: list[tuple[int, Callable[[], bool], Callable[[], None]]] = []
         if "slow_messages" in plan.faults:
             self.kernel.delay_us_max = 5_000
 
-    def _drive_faults(self) -> DriveFaults:
+    def _drive(self) -> Drive:
         on = self.plan.faults
-        return DriveFaults(
+        faults = DriveFaults(
             open_errors=0.05 * ("open_errors" in on), read_errors=0.05 * ("read_errors" in on),
             corruption=0.1 * ("corruption" in on), write_errors=0.1 * ("write_errors" in on),
             full=0.1 * ("full" in on), stalls=0.02 * ("stalls" in on),
-            stall_ns=int(self.plan.operation_deadline_s * S),
+            stall_ns=int(self.plan.operation_deadline_s * S), late_ns=2500 * MS * ("late_landing" in on),
         )  # fmt: skip
+        return Drive(kernel=self.kernel, rng=self.rng, faults=faults)
 
     def count(self, name: str, by: int = 1) -> None:
         """Count something worth telling."""
@@ -169,7 +176,7 @@ class World:
         """A pool comes up; memory of an earlier one is not its concern."""
         self.sandbox.memories.clear()
         self.staging_bytes_max = self.settings.pool.staging_bytes
-        self.coordinator = CoordinatorProcess(self.kernel, self.settings)
+        self.coordinator = CoordinatorProcess(self.kernel, self.settings, validates=self.validates)
 
     def start_engine(self, name: str) -> None:
         """An engine comes up."""
@@ -199,6 +206,9 @@ class World:
 
     def _after_each(self) -> None:
         checks.after_each(self)
+        for armed in [one for one in self._armed if one[0] <= self.kernel.now_ns or one[1]()]:
+            self._armed.remove(armed)
+            armed[2]()
 
     def _run_until_over(self) -> None:
         while self.arrivals_left or any(engine.alive and self._busy(engine) for engine in self.engines.values()):
@@ -229,8 +239,12 @@ class World:
             length[conversation] = min(plan.chunks_max, length[conversation] + rng.randint(0, 3))
             chunks = [_chunk(conversation, position) for position in range(rng.randint(1, length[conversation]))]
             request = Request(f"request-{number}", chunks, priority=rng.choice([0, 0, 0, 1]))
-            self.arrivals_left += 1
-            self.kernel.at(at_ns, lambda name=rng.choice(names), request=request: self._arrive(name, request))
+            self.expect(at_ns, rng.choice(names), request)
+
+    def expect(self, at_ns: int, name: str, request: Request) -> None:
+        """A request is to come to that engine."""
+        self.arrivals_left += 1
+        self.kernel.at(at_ns, lambda: self._arrive(name, request))
 
     def _warm(self) -> None:
         """Some of the conversations' objects are on the drives from an earlier life of the pool."""
@@ -263,25 +277,61 @@ class World:
         for kind, happens in kinds.items():
             if kind in self.plan.faults:
                 for _ in range(self.rng.randint(1, 4 if kind in ("evictions", "resizes") else 2)):
-                    self.kernel.after((50 + self.rng.randrange(self.plan.span_ms + 300)) * MS, happens)
+                    self.kernel.after((100 + self.rng.randrange(self.plan.span_ms + 200)) * MS, happens)
+
+    def _at_moment(self, moments: dict[str, Callable[[], bool]], happens: Callable[[], None]) -> None:
+        """Let it happen in one of these phases of somebody's work, drawn, or some time."""
+        moment = self.rng.choice([*moments.values(), lambda: True])
+        self._armed.append((self.kernel.now_ns + MOMENT_NS, moment, happens))
 
     def _kill_worker(self) -> None:
-        running = [worker for worker in self.workers if worker.process.alive]
-        if running:
-            self.rng.choice(running).process.die(-9, linger_ns=self.kernel.delay_ns())
+        running = [worker for worker in self.workers if worker.process.alive and worker.engine is not None]
+        if not running:
+            return
+        worker = self.rng.choice(running)
+        engine = worker.engine
+        if engine is None:
+            return
+
+        def promised() -> bool:
+            return any(lease[2] == worker.device for lease in self.leases.held())
+
+        phases = {
+            "opening": lambda: engine.in_flight() > len(engine.kernel_ops), "reading": lambda: engine.drive.reading > 0,
+            "writing": lambda: engine.drive.writing > 0, "promised": promised,
+        }  # fmt: skip
+        self._at_moment(phases, lambda: worker.process.die(-9, linger_ns=self.kernel.delay_ns()))
 
     def _kill_coordinator(self) -> None:
-        found = self.coordinator
-        if found is not None and found.process.alive:
-            found.process.die(-9)
-            self.kernel.after(self.rng.randrange(1, 500) * MS, self.start_coordinator)
+        def kill() -> None:
+            found = self.coordinator
+            if found is not None and found.process.alive:
+                found.process.die(-9)
+                self.kernel.after(self.rng.randrange(1, 500) * MS, self.start_coordinator)
+
+        phases = {
+            "transferring": lambda: any(drive.reading or drive.writing for drive in self.drives),
+            "promised": lambda: len(self.leases) > 0,
+        }  # fmt: skip
+        self._at_moment(phases, kill)
 
     def _kill_engine(self) -> None:
         name = self.rng.choice(sorted(self.engines))
-        engine = self.engines[name]
-        if engine.alive:
-            engine.kill()
-            self.kernel.after(self.rng.randrange(1, 300) * MS, lambda: self.start_engine(name))
+
+        def kill() -> None:
+            engine = self.engines[name]
+            if engine.alive:
+                engine.kill()
+                self.kernel.after(self.rng.randrange(1, 300) * MS, lambda: self.start_engine(name))
+
+        phases = {
+            "loading": lambda: any(request.state == "loading" for request in self.engines[name].requests),
+            "copying": lambda: any(rank.copier.running() for rank in self.engines[name].ranks),
+            "promised": lambda: any(
+                lease[0] == rank.process.pid for lease in self.leases.held() for rank in self.engines[name].ranks
+            ),
+        }  # fmt: skip
+        self._at_moment(phases, kill)
 
     def _fail_drive(self) -> None:
         self.rng.choice(self.drives).failing_until_ns = self.kernel.now_ns + self.rng.randrange(50, 500) * MS
@@ -336,5 +386,6 @@ def run_seed(seed: int, *, prepare: Callable[[Plan], None] = lambda _plan: None)
     try:
         return world.run()
     except Exception as error:
-        story = f"seed {seed} at {world.kernel.now_ns / S:.6f} s, event {world.kernel.happened}, faults {sorted(plan.faults)}"
+        when = f"at {world.kernel.now_ns / S:.6f} s, event {world.kernel.happened}"
+        story = f"seed {seed} {when}, faults: {', '.join(sorted(plan.faults)) or 'none'}"
         raise Violation(f"{error!r}\n{story}\nrepeat: python -m tests.sim {seed}") from error
