@@ -43,6 +43,7 @@ from kvpool_vllm.identity import namespace_of
 from kvpool_vllm.logs import share_vllm_log
 from kvpool_vllm.manager import KvPoolManager
 from kvpool_vllm.planning import Planning
+from kvpool_vllm.request_params import separate_tenant
 from kvpool_vllm.scheduling import SchedulerSide, kv_bytes_per_token, main_group
 from kvpool_vllm.spec import SpecInputs, inputs
 from kvpool_vllm.worker import KvPoolWorker, LoadFailure
@@ -203,6 +204,7 @@ class KvPoolConnector(OffloadingConnector):
 
     def on_new_request(self, request: "Request") -> None:
         """Announce the request: what is stored of it is known before vLLM asks."""
+        self._guard.run(None, separate_tenant, request)
         super().on_new_request(request)
         self._guard.run(None, self.side.announce, request)
 

@@ -25,6 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvpool.client.scheduler import Hit, Later
 from kvpool_vllm.guard import Guard
+from kvpool_vllm.request_params import read_params, say_problem
 from kvpool_vllm.transfer_specs import KvPoolLoadSpec, KvPoolStoreSpec
 
 if TYPE_CHECKING:
@@ -44,9 +45,12 @@ class RequestRecord:
     Attributes:
         first_key: Key of its first chunk: where its stripes start.
         hits: What the last lookup of each key found.
+        loads, stores: What may be done for it.
         failed: Keys that could not be loaded; set means: no second load, and these are offered for storing again.
     """
 
+    loads: bool = True
+    stores: bool = True
     first_key: bytes | None = None
     hits: dict[bytes, Hit] = field(default_factory=dict)
     failed: set[bytes] = field(default_factory=set)
@@ -94,8 +98,12 @@ class KvPoolManager(OffloadingManager):
     # ------------------------------------------------------------ requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Start a record."""
-        self._requests[req_context.req_id] = RequestRecord()
+        """Start a record of what may be done for it."""
+        params = read_params(req_context.kv_transfer_params)
+        say_problem(params)
+        self._requests[req_context.req_id] = RequestRecord(
+            loads=self._loads and params.load, stores=self._stores and params.store
+        )
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -110,7 +118,7 @@ class KvPoolManager(OffloadingManager):
             return
         record.first_key = record.first_key or keys[0]
         self.guard.run(None, self.client.announce, request, list(keys), priority)
-        if not self._loads:
+        if not record.loads:
             self.started(request)
 
     def started(self, request: str) -> None:
@@ -127,7 +135,7 @@ class KvPoolManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Answer from memory. A request whose load has failed finds nothing any more."""
         record = self._requests.get(req_context.req_id)
-        if record is None or record.failed or self._stopped or not self._loads:
+        if record is None or record.failed or self._stopped or not record.loads:
             return LookupResult.MISS
         found = self.guard.run(None, self.client.lookup, req_context.req_id, key)
         if isinstance(found, Hit):
@@ -138,6 +146,11 @@ class KvPoolManager(OffloadingManager):
             return LookupResult.MISS
         self.unanswered += found.why == UNANSWERED
         return LookupResult.RETRY
+
+    def may_load(self, request: str) -> bool:
+        """Say whether anything may be loaded for *request*, by the engine's role and by its own word."""
+        record = self._requests.get(request)
+        return record is not None and record.loads
 
     def missing_keys(self, request: str, keys: Collection[bytes]) -> dict[int, list[bytes]]:
         """Return, by device, which of a request's hits are not in staging."""
@@ -194,9 +207,9 @@ class KvPoolManager(OffloadingManager):
         request = req_context.req_id
         if self._stopped or not self._stores or not self.client.connected or self.client.request_cut(request):
             return None
-        if not self.may_store(request):
+        record = self._requests.get(request) or RequestRecord(stores=False)
+        if not record.stores or not self.may_store(request):
             return None
-        record = self._requests.get(request) or RequestRecord()
         first_key = record.first_key or bytes(keys[0])
         offered: list[tuple[bytes, int, int, bytes | None]] = []
         for key in keys:

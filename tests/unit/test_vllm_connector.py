@@ -336,6 +336,22 @@ def test_after_a_reset_with_nothing_in_use_requests_load_and_store_in_the_new_ep
     assert [1] == [spec.epoch for spec, _ in world.step().loads.values()]
 
 
+def test_tenants_have_block_hashes_of_their_own_and_one_tenant_has_the_same(make: MakeWorld) -> None:
+    world = make()
+    hashes = {}
+    for name, params in {
+        "plain": None, "a1": {"kvpool_tenant": "a"}, "a2": {"kvpool_tenant": "a"}, "b": {"kvpool_tenant": "b"},
+    }.items():  # fmt: skip
+        request = world.add(name, 2 * CHUNK + 10, seed=1, params=params)
+        hashes[name] = [bytes(block) for block in request.block_hashes]
+    assert hashes["a1"] == hashes["a2"]
+    assert 3 == len({hashes[name][0] for name in ("plain", "a1", "b")})
+    assert set() == set(hashes["a1"]) & (set(hashes["plain"]) | set(hashes["b"]))
+    announced = {name: set(keys) for name, keys in world.pool.announced.items()}
+    assert announced["a1"] == announced["a2"]
+    assert set() == announced["a1"] & (announced["plain"] | announced["b"])
+
+
 def test_a_sliding_window_chunk_whose_head_is_gone_is_not_stored(make: MakeWorld) -> None:
     world = make(groups=[full_attention(), sliding_window()])
     world.add("a", 5 * CHUNK + 10)

@@ -187,14 +187,15 @@ class World:
         self.hasher = get_request_block_hasher(BLOCK, hash_function)
 
     def add(self, name: str, tokens: int, *, seed: int | None = None, max_tokens: int = 4,
-            priority: int = 0) -> Request:  # fmt: skip
-        """Let a request arrive; the same *seed* means the same prefix."""
+            priority: int = 0, params: dict[str, Any] | None = None) -> Request:  # fmt: skip
+        """Let a request arrive; the same *seed* means the same prefix; *params*: its `kv_transfer_params`."""
         first = sum(name.encode()) if seed is None else seed
         prompt = [(first * 7919 + index) % 2000 for index in range(tokens)]
         request = Request(
             name, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), None, block_hasher=self.hasher,
             priority=priority,
         )  # fmt: skip
+        request.kv_transfer_params = params
         self.scheduler.add_request(request)
         return request
 
