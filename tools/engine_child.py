@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import json
 import os
+import signal
 import sys
 import time
 from typing import Any, cast
@@ -144,6 +145,8 @@ def main() -> None:
     parser.add_argument("--reply-fd", type=int, required=True)
     args = parser.parse_args()
     os.set_inheritable(args.reply_fd, False)
+    # Terminated, it still ends the engine's own processes; by default it would leave them behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     asyncio.run(_main(cast(dict[str, Any], json.loads(args.settings)), args.reply_fd))
 
 
