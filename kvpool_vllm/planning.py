@@ -16,6 +16,7 @@ off. The gate counts only while there is none.
 Does not cover: how a verdict becomes vLLM's answer (`scheduling.py`).
 """
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,6 +52,8 @@ PLACES_PER_STEP = 1
 STORE_S_ASSUMED = 0.05
 #: A device's speed is taken in again after this long though it was told no new one.
 SPEED_EVERY_S = 1.0
+#: Prices follow what was measured this often: making curves of it takes longer than a step may.
+PRICES_EVERY_S = 0.5
 #: GPU blocks are short below this share of them.
 BLOCKS_SCARCE = 0.1
 
@@ -137,6 +140,7 @@ class Planning:
         self._steps: deque[_Step] = deque(maxlen=3)
         self._lag = 1 if async_steps else 0
         self._prices: Prices | None = None
+        self._priced_at = -math.inf
         self._ahead: Callable[[], Load] = lambda: Load(0.0, [0.0] * device_count)
         #: Predicted and actual seconds of loads, newest last.
         self.waits: deque[tuple[float, float]] = deque(maxlen=256)
@@ -234,9 +238,15 @@ class Planning:
         self._ahead = ahead
         if not self._waiting:
             return
-        self._prices = self._measured.maybe_prices()
-        if self._prices is not None:
-            self._rounds.step(self._order, self._maybe_ask, ahead, self._prices, now_ns=time.monotonic_ns())
+        prices = self._prices_of_now()
+        if prices is not None:
+            self._rounds.step(self._order, self._maybe_ask, ahead, prices, now_ns=time.monotonic_ns())
+
+    def _prices_of_now(self) -> Prices | None:
+        now = time.monotonic()
+        if now - self._priced_at >= PRICES_EVERY_S:
+            self._priced_at, self._prices = now, self._measured.maybe_prices()
+        return self._prices
 
     def _take_speeds(self, states: Mapping[int, "DeviceState"]) -> None:
         now = time.monotonic()
@@ -256,9 +266,7 @@ class Planning:
         waiter = self._waiting.get(request)
         if not self._on or waiter is None or not self._answered(request):
             return None
-        if self._prices is None:
-            self._prices = self._measured.maybe_prices()
-        prices = self._prices
+        prices = self._prices_of_now()
         if prices is None:
             return None
         if waiter.computed != computed or waiter.profile is None:
@@ -311,6 +319,8 @@ class Planning:
         tokens = waiter.request.num_tokens
         keys = waiter.keys()[: (tokens - 1) // self._chunk_tokens]
         places = self._places(keys)
+        if places and max(places) >= self._device_count:  # a pool of other devices than this engine was told of
+            places = places[: next(index for index, place in enumerate(places) if place >= self._device_count)]
         cuts = [len(places)] if self._several_groups else None
         return Profile(tokens, waiter.computed, places, chunk_tokens=self._chunk_tokens, cuts=cuts)
 

@@ -223,3 +223,13 @@ def test_every_decision_is_counted_and_the_last_one_told_with_its_reason(make: M
     first_step(world, "a", 4 * CHUNK + 10)
     facts = world.pool.more_facts()
     assert (1, "decline 0 chunks: computing costs no more") == (facts["planner_decline"], facts["planner_last"])
+
+
+def test_a_device_that_this_engine_was_not_told_of_is_loaded_from_without_a_price(make: MakeWorld) -> None:
+    world = make()
+    world.add("a", 4 * CHUNK + 10)
+    world.hit("a", device=7)
+    world.hit("a", chunks=2)
+    ((spec, _),) = world.step().loads.values()
+    assert (0, 0, 7, 7) == spec.devices
+    assert not world.connector.side.guard.broken
