@@ -122,6 +122,8 @@ class RankClient:
         self._lock = threading.Lock()
         self._inbox: deque[_Submission] = deque()
         self._ended: deque[JobEnded] = deque()
+        #: Payload bytes brought to the engine, and taken from it, since the start.
+        self._served_bytes = self._kept_bytes = 0
         self._wire_next = 1
         self._wire_lock = threading.Lock()
         self._table = RankJobs()
@@ -421,6 +423,10 @@ class RankClient:
     def _end_job(self, job: _Submission, failed: tuple[tuple[int, Code], ...]) -> None:
         lost = {index for index, _ in failed}
         ended_bytes = sum(self._bytes_of(item.key) for index, item in enumerate(job.objects) if index not in lost)
+        if job.request is None:
+            self._served_bytes += ended_bytes
+        else:
+            self._kept_bytes += ended_bytes
         seconds = (time.monotonic_ns() - job.submitted_ns) / 1e9
         self._ended.append(JobEnded(job.job, job.kind.value, failed, ended_bytes, seconds, len(job.objects)))
 
@@ -480,6 +486,8 @@ class RankClient:
             "rank": self._rank,
             "model": self._namespace.model_name,
             "uptime_s": (time.monotonic_ns() - self._started_ns) / 1e9,
+            "bytes_served": self._served_bytes,
+            "bytes_kept": self._kept_bytes,
             "segments_mapped": self._link.segments_mapped,
             **self._table.statistics(),
         }

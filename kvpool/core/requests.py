@@ -71,6 +71,7 @@ Lookup = Hit | Miss | Later
 
 _UNCONNECTED, _SILENT, _UNANSWERED = Miss("unconnected"), Miss("silent"), Miss("unanswered")
 _UNANNOUNCED, _ABSENT = Miss("unannounced"), Miss("absent")
+_MISSES = (_UNCONNECTED, _SILENT, _UNANSWERED, _UNANNOUNCED, _ABSENT)
 
 
 @dataclass(slots=True)
@@ -312,6 +313,7 @@ class AnnouncedRequests:
             "keys_wanted": len(self._wanted),
             "stores_in_flight": len(self._storing),
             **{name: self._counts[name] for name in COUNTERS},
+            **{f"missed_{miss.why}": self._counts[f"missed_{miss.why}"] for miss in _MISSES},
         }
 
     def validate(self) -> None:
@@ -339,6 +341,7 @@ class AnnouncedRequests:
         verdict = self._later_or_miss(request, key, now_ns)
         if isinstance(verdict, Miss):
             self._counts["lookups_missed"] += 1
+            self._counts[f"missed_{verdict.why}"] += 1
         return verdict
 
     def _later_or_miss(self, request: str, key: bytes, now_ns: int) -> Later | Miss:

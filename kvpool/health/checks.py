@@ -75,6 +75,9 @@ PRELOAD_EXPIRED_SHARE_MAX = 0.1
 EVICTED_BEFORE_USE_SHARE_MAX = 0.02
 #: A device that published this much without one load is taken for write-only.
 WRITE_ONLY_BYTES = 16 << 30
+#: An engine that gave this much, and got less than that share of it back, writes for nothing.
+SERVES_LITTLE_BYTES = 64 << 30
+SERVED_SHARE_MIN = 0.01
 
 
 def check(function: Check) -> Check:
@@ -259,6 +262,19 @@ def write_only(picture: Picture) -> Iterator[Found]:
         if stored >= WRITE_ONLY_BYTES and facts.LOADS in row and not number(row, facts.LOADS):
             advice = "If requests do repeat, compare the engines' namespaces and PYTHONHASHSEED between runs."
             yield Found(subject_of(row), f"{gib(stored)} were stored and nothing was ever loaded", advice)
+
+
+@check
+def serves_little(picture: Picture) -> Iterator[Found]:
+    """What engines give comes back to them in some proportion."""
+    for row in picture.of(facts.RANK_CLIENT):
+        kept, served = number(row, facts.BYTES_KEPT), number(row, facts.BYTES_SERVED)
+        if kept >= SERVES_LITTLE_BYTES and served < SERVED_SHARE_MIN * kept:
+            advice = (
+                "If requests do repeat, see why keys are missed (missed_* of the scheduler); if they do not, set "
+                'kv_role to "kv_consumer", or kvpool_store to false in requests.'
+            )
+            yield Found(subject_of(row), f"{gib(kept)} were stored for {gib(served)} that were loaded", advice)
 
 
 @check

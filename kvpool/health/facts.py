@@ -127,6 +127,13 @@ SEGMENTS_PINNED = _fact("segments_pinned", "rank: of these, pinned for fast copi
 REQUESTS_ANNOUNCED = _fact("requests_announced", "scheduler: requests announced and not withdrawn")
 LOOKUPS_HIT = _fact("lookups_hit", "scheduler: keys answered as hit")
 LOOKUPS_MISSED = _fact("lookups_missed", "scheduler: keys answered as miss")
+MISSED_UNCONNECTED = _fact("missed_unconnected", "scheduler: misses since no pool is attached")
+MISSED_SILENT = _fact("missed_silent", "scheduler: misses since the pool does not answer")
+MISSED_UNANSWERED = _fact("missed_unanswered", "scheduler: misses since the pool's answer came too late")
+MISSED_UNANNOUNCED = _fact("missed_unannounced", "scheduler: misses of keys that no request was announced with")
+MISSED_ABSENT = _fact("missed_absent", "scheduler: misses of keys that are not stored")
+BYTES_SERVED = _fact("bytes_served", "rank: payload bytes brought to the engine")
+BYTES_KEPT = _fact("bytes_kept", "rank: payload bytes taken from the engine, or stored before")
 ANSWERS_LATE = _fact("answers_late", "scheduler: announcements that became misses since no answer came in time")
 
 # ---------------------------------------------------------------- the pool line

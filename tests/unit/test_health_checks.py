@@ -87,6 +87,8 @@ SICK = [
     ("space_short", [worker(storing=False, storing_why="its capacity is used")], {}, True),
     ("stores_dropped", [worker(stores=100, stores_dropped=6)], {}, True),
     ("write_only", [worker(loads=0)], {}, True),
+    ("serves_little", [worker(), rank(bytes_kept=64 << 30, bytes_served=600 << 20)], {}, True),
+    ("engines_outdated", [worker()], {facts.ENGINES_OUTDATED: "engine-b"}, True),
     ("index_building", [worker(index_complete=False)], {}, False),
     ("verification_off", [worker(verify=False)], {}, False),
     ("staging_short", [worker()], {facts.STAGING_ADVICE: "Make /dev/shm at least 1 GiB."}, True),
@@ -145,6 +147,11 @@ def test_a_depth_is_not_short_before_any_slot_size_is_in_use() -> None:
 
 def test_a_small_write_only_device_is_no_finding() -> None:
     assert find(worker(loads=0, bytes_stored=(16 << 30) - 1)) == []
+
+
+@pytest.mark.parametrize(("kept", "served"), [((64 << 30) - 1, 0), (100 << 30, 1 << 30)])
+def test_an_engine_that_gave_little_or_got_some_back_is_no_finding(kept: int, served: int) -> None:
+    assert find(worker(), rank(bytes_kept=kept, bytes_served=served)) == []
 
 
 def test_error_counters_are_named_after_the_codes() -> None:
