@@ -308,21 +308,22 @@ class EngineProcess:
             self._step_later()
 
     def _maybe_start(self, request: Request) -> bool:
-        hits: list[int] = []
+        hits: list[Hit] = []
         for chunk in request.chunks:
             found = [self.client.lookup(request.name, key) for key in self.keys([chunk])]
             if any(isinstance(one, Later) for one in found):
                 return False
             if not all(isinstance(one, Hit) for one in found):
                 break
-            hits += [one.device for one in found if isinstance(one, Hit)]
+            hits += [one for one in found if isinstance(one, Hit)]
         request.started_ns = self.world.kernel.now_ns
         request.loaded = len(hits) // len(self.groups)
         self.world.started(request, hits)
         self.client.started(request.name)
         if hits:
-            self._load(request, hits)
+            self._load(request, [hit.device for hit in hits])
         else:
+            self.world.loaded(request)
             self._compute(request)
         return True
 

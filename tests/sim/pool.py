@@ -208,17 +208,22 @@ class SimRoom:
 class SimWorker(IoWorker):
     """The worker, with each of its promises noted and its table checked after every event."""
 
-    def __init__(self, *arguments: Any, leases: Leases, generation: int, validate: Callable[[], bool]) -> None:
-        self._leases = leases
-        self._validates = validate
+    def __init__(self, *arguments: Any, world: Any, generation: int) -> None:
+        self._leases: Leases = world.leases
+        self._kernel: Kernel = world.kernel
+        self._waits: dict[str, list[tuple[str, int]]] = world.waits
+        self._validates: bool = world.validates
+        self._asked_ns: dict[int, int] = {}
         self._generation = generation
         self._pids: dict[int, int] = {}
         super().__init__(*arguments)
 
     def _handle(self, event: events.Event) -> None:
+        if isinstance(event, events.PreloadAsked):
+            self._asked_ns[event.admission] = self._kernel.now_ns
         super()._handle(event)
         # Mostly nothing has happened when only time has passed.
-        if self._validates() and not isinstance(event, events.TimePassed):
+        if self._validates and not isinstance(event, events.TimePassed):
             self._table.validate()
 
     def _join(self, message: wire.ClientJoined, fd: int) -> None:
@@ -238,6 +243,9 @@ class SimWorker(IoWorker):
                 lease = (self._pids[action.client], action.job, self._setup.device, action.index)
                 fill = isinstance(action, events.SendGranted)
                 self._leases.promise(lease, memory, offset, self._generation, fill=fill)
+            case events.SendPreloadLanded(admission=admission):
+                waited_ns = self._kernel.now_ns - self._asked_ns.pop(admission)
+                self._waits.setdefault("preload", []).append((str(admission), waited_ns))
         super()._perform(action)
 
 
@@ -274,7 +282,7 @@ class WorkerProcess:
         namespaces = SimNamespaces(self._world.drives[setup.device], self.process)
         self.worker = SimWorker(
             self._control, setup, settings, cast(Engine, self.engine), namespaces,
-            leases=self._world.leases, generation=setup.worker_generation, validate=lambda: self._world.validates,
+            world=self._world, generation=setup.worker_generation,
         )  # fmt: skip
         self._control.send(
             wire.WorkerReady(worker_generation=setup.worker_generation, io_mode="simulated", pid=self.process.pid),
@@ -296,6 +304,10 @@ class WorkerProcess:
         timeout_s = worker._timeout_s()
         if timeout_s is not None:
             self.process.wake(self.process.kernel.now_ns + max(10 * US, int(timeout_s * 1e9)))
+
+    def statistics(self) -> dict[str, int]:
+        """Return what its table counted."""
+        return self.worker._table.statistics() if self.worker is not None else {}
 
     def condemn(self) -> None:
         """Let a few keys that nobody uses go."""

@@ -14,8 +14,9 @@ from kvpool.core.residency import Residency
 from kvpool.core.slots import Slot, SlotStep
 from kvpool.procs.coordinator_workers import Workers
 
-from .kernel import Violation
-from .world import run_seed
+from .engines import Request
+from .kernel import MS, Violation
+from .world import Plan, World, chunk_name, run_seed
 
 SHORT_SEEDS = 300
 LONG_SEEDS = 10_000
@@ -127,3 +128,36 @@ def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], mon
     with pytest.raises(Violation, match=r"repeat: python -m tests\.sim \d+"):
         for seed in range(FOUND_WITHIN):
             run_seed(seed)
+
+
+# ------------------------------------------------------------ figures
+
+
+@pytest.mark.parametrize("cache", ["lru", "arc"])
+@pytest.mark.parametrize("preload", [False, True])
+def test_fifty_requests_with_the_same_prefix_read_each_object_once(cache: str, preload: bool) -> None:
+    chunks, requests = 8, 50
+    plan = Plan(
+        seed=1, devices=2, ranks=2, engines=2, object_bytes=[4096, 12288], warm=1.0, slots=60, cache=cache,
+        preload=preload, requests=0, chunks_max=chunks, conversations=1,
+    )  # fmt: skip
+    world = SamePrefix(plan, requests)
+    world.run()
+    reads = [count for drive in world.drives for count in drive.reads_of.values()]
+    assert [1] * (chunks * len(plan.object_bytes) * plan.ranks) == reads
+    assert requests == world.counts["loads"]
+
+
+class SamePrefix(World):
+    """Requests of two engines for all of one conversation, that is on the drives, within a moment."""
+
+    def __init__(self, plan: Plan, requests: int) -> None:
+        super().__init__(plan)
+        self._requests = requests
+
+    def draw(self) -> None:
+        super().draw()
+        chunks = [chunk_name(0, position) for position in range(self.plan.chunks_max)]
+        for number in range(self._requests):
+            at_ns = self.kernel.now_ns + 200 * MS + self.rng.randrange(100 * MS)
+            self.expect(at_ns, f"engine-{number % self.plan.engines}", Request(f"same-{number}", chunks))

@@ -15,6 +15,7 @@ from kvpool.client import rank as rank_module
 from kvpool.client.rank import JobEnded
 from kvpool.core import layout
 from kvpool.core.budget import slot_bytes_of
+from kvpool.core.requests import Hit
 from kvpool.errors import HostError
 from kvpool.wire.messages import GroupSpec, NamespaceSpec
 
@@ -146,6 +147,8 @@ class World:
         self.staging_bytes_max = self.settings.pool.staging_bytes
         self.arrivals_left = 0
         self.counts: dict[str, int] = {}
+        #: Class, or "request" -> (request, how long it waited), as they ended.
+        self.waits: dict[str, list[tuple[str, int]]] = {}
         #: Deaths that wait for their moment: (until when, whether it has come, what happens).
         self._armed: list[tuple[int, Callable[[], bool], Callable[[], None]]] = []
         if "slow_messages" in plan.faults:
@@ -194,8 +197,7 @@ class World:
                 self.start_coordinator()
                 for number in range(self.plan.engines):
                     self.start_engine(f"engine-{number}")
-                self._draw_requests()
-                self._draw_faults()
+                self.draw()
                 self.kernel.after_each = self._after_each
                 self._run_until_over()
                 self._settle()
@@ -205,7 +207,8 @@ class World:
         return self
 
     def _after_each(self) -> None:
-        checks.after_each(self)
+        if self.validates:
+            checks.after_each(self)
         for armed in [one for one in self._armed if one[0] <= self.kernel.now_ns or one[1]()]:
             self._armed.remove(armed)
             armed[2]()
@@ -227,6 +230,11 @@ class World:
             check(self.kernel.happened < EVENTS_MAX, "it never settles", seconds=self.kernel.now_ns / S)
             self.kernel.step()
 
+    def draw(self) -> None:
+        """Say what will come: requests and faults."""
+        self._draw_requests()
+        self._draw_faults()
+
     def _draw_requests(self) -> None:
         rng, plan = self.rng, self.plan
         length = dict.fromkeys(range(plan.conversations), 1)
@@ -237,7 +245,7 @@ class World:
         for number, at_ns in enumerate(times):
             conversation = int(plan.conversations * rng.random() ** 2)
             length[conversation] = min(plan.chunks_max, length[conversation] + rng.randint(0, 3))
-            chunks = [_chunk(conversation, position) for position in range(rng.randint(1, length[conversation]))]
+            chunks = [chunk_name(conversation, position) for position in range(rng.randint(1, length[conversation]))]
             request = Request(f"request-{number}", chunks, priority=rng.choice([0, 0, 0, 1]))
             self.expect(at_ns, rng.choice(names), request)
 
@@ -248,14 +256,15 @@ class World:
 
     def _warm(self) -> None:
         """Some of the conversations' objects are on the drives from an earlier life of the pool."""
-        for name in sorted(self.engines):
+        for name in sorted(self.engines) if self.plan.warm else []:
             engine = self.engines[name]
             for conversation in range(self.plan.conversations):
                 for position in range(self.plan.chunks_max):
                     if self.rng.random() < self.plan.warm:
-                        self._put(engine, _chunk(conversation, position), self.rng.choice(self.drives))
+                        self.put(engine, chunk_name(conversation, position), self.rng.choice(self.drives))
 
-    def _put(self, engine: EngineProcess, chunk: bytes, drive: Drive) -> None:
+    def put(self, engine: EngineProcess, chunk: bytes, drive: Drive) -> None:
+        """An object of every rank is on *drive*."""
         for key in engine.keys([chunk]):
             for rank in range(engine.spec.rank_count):
                 path = layout.object_path(f"{engine.spec.fingerprint}-{rank}", key)
@@ -358,23 +367,29 @@ class World:
 
     # ---------------------------------------------------------------- what engines tell
 
-    def started(self, request: Request, hits: list[int]) -> None:
+    def started(self, request: Request, hits: list[Hit]) -> None:
         """A request runs, with so many hits."""
         self.count("requests_started")
+        self.count("keys_wanted", len(request.chunks) * len(self.plan.object_bytes))
         self.count("hits", len(hits))
+        self.count("hits_resident", sum(hit.resident for hit in hits))
 
     def loaded(self, request: Request) -> None:
-        """A request's load ended on all ranks."""
-        self.count("loads_failed" if request.failed else "loads")
+        """A request has what it loads, if anything, on all ranks."""
+        self.waits.setdefault("request", []).append((request.name, self.kernel.now_ns - request.arrived_ns))
+        if request.loaded:
+            self.count("loads_failed" if request.failed else "loads")
 
     def ended(self, engine: EngineProcess, request: Request, ended: JobEnded) -> None:
         """A job ended on a rank."""
         checks.job_ended(self, request, ended)
+        self.waits.setdefault(ended.kind, []).append((request.name, int(ended.seconds * S)))
         self.count(f"{ended.kind}_objects", ended.objects)
         self.count(f"{ended.kind}_objects_failed", len(ended.failed))
 
 
-def _chunk(conversation: int, position: int) -> bytes:
+def chunk_name(conversation: int, position: int) -> bytes:
+    """Return the hash of a conversation's chunk."""
     return conversation.to_bytes(2, "big") + position.to_bytes(6, "big")
 
 
