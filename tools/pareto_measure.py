@@ -45,6 +45,8 @@ REST_TOKENS = 1
 SOURCES = "vllm:prompt_tokens_cached_by_source{"
 #: Longest wait until a prompt is stored.
 STORED_S = 120.0
+#: Objects that have not become more for so long are all there.
+QUIET_S = 0.3
 #: A length is given up for a medium after so many samples in a row that came from elsewhere.
 REFUSED_MAX = 5
 
@@ -55,12 +57,14 @@ class Bench:
 
     Args:
         engine: Runs, alone.
+        storage: Directory of its objects.
         vocabulary: Token ids below this are in the model's vocabulary.
         chunk_tokens: What is stored is whole chunks of this.
     """
 
-    def __init__(self, engine: Engine, *, vocabulary: int, chunk_tokens: int, seed: int) -> None:
+    def __init__(self, engine: Engine, *, storage: Path, vocabulary: int, chunk_tokens: int, seed: int) -> None:
         self._engine = engine
+        self._storage = storage
         self._vocabulary = vocabulary
         self._chunk_tokens = chunk_tokens
         self._chance = random.Random(seed)
@@ -73,7 +77,7 @@ class Bench:
 
     def computed(self, tokens: int) -> float | None:
         """Return the seconds of a new prompt."""
-        answer = self._engine.ask(self.prompt(tokens), 1)
+        answer = self._engine.ask(self.prompt(tokens), 2)
         return answer.first_s if answer.cached == 0 else None
 
     def loaded(self, tokens: int, source: str) -> float | None:
@@ -83,7 +87,7 @@ class Bench:
             prompt = self._stored[tokens] = self._store(tokens)
         self._empty()
         before = self._engine.counters()
-        answer = self._engine.ask(prompt, 1)
+        answer = self._engine.ask(prompt, 2)
         after = self._engine.counters()
         wanted = tokens // self._chunk_tokens * self._chunk_tokens
         elsewhere = sum(
@@ -94,19 +98,19 @@ class Bench:
         return answer.first_s if answer.cached >= wanted and not elsewhere else None
 
     def _store(self, tokens: int) -> list[int]:
-        """Have a new prompt stored; return once it can be loaded, and is written."""
-        prompt = self.prompt(tokens + REST_TOKENS)
+        """Have a new prompt stored; return once its objects are on the drive, and no more come."""
+        prompt, before = self.prompt(tokens + REST_TOKENS), self._objects()
         self._engine.ask(prompt, 2)
         self._engine.ask(self.prompt(8), 2)  # a store is handed to the workers one step later
-        end, before, quiet = time.monotonic() + STORED_S, -1, 0
-        wanted = tokens // self._chunk_tokens * self._chunk_tokens
-        while time.monotonic() < end and quiet < 2:
-            time.sleep(0.1)
-            self._empty()
-            cached = self._engine.ask(prompt, 1).cached
-            quiet = quiet + 1 if cached == before and cached >= wanted else 0
-            before = cached
+        wanted, seen = before + tokens // self._chunk_tokens, -1
+        end = time.monotonic() + STORED_S
+        while time.monotonic() < end and not wanted <= seen == self._objects():
+            seen = self._objects()
+            time.sleep(QUIET_S)
         return prompt
+
+    def _objects(self) -> int:
+        return sum(1 for _ in self._storage.rglob("*.bin"))
 
     def _empty(self) -> None:
         """Empty the engine's own prefix cache; it refuses while blocks are in use."""
@@ -238,7 +242,10 @@ def run(args: argparse.Namespace, samples: Samples, engine: dict[str, Any], envi
         log = samples.path.with_suffix(f".{name}.log")
         with Engine(engine | {"kv_transfer_config": transfer}, log=log, environment=environment).wait_up() as running:
             seed = random.SystemRandom().randrange(1 << 31)
-            bench = Bench(running, vocabulary=args.vocabulary, chunk_tokens=args.chunk_tokens, seed=seed)
+            bench = Bench(
+                running, storage=args.storage / name, vocabulary=args.vocabulary, chunk_tokens=args.chunk_tokens,
+                seed=seed,
+            )  # fmt: skip
             bench.computed(max(args.lengths))  # the first request of an engine is slow
             ways = {
                 "recompute": bench.computed,
