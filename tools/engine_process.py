@@ -111,7 +111,7 @@ class Engine:
 
     # ------------------------------------------------------------ life
 
-    def wait_up(self, *, within_s: float = 240.0) -> "Engine":
+    def wait_up(self, *, within_s: float = 400.0) -> "Engine":
         """Return once the engine takes requests."""
         self._wait(lambda: 0 in self._values, "start", within_s)
         return self
