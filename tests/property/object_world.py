@@ -16,11 +16,14 @@ from kvpool.core.object_events import (
     ClientLeft,
     ClientProven,
     CloseFile,
+    DeviceChanged,
     DrainStarted,
     Event,
     FileOpened,
     FileRead,
+    KeysCondemned,
     KeysFound,
+    KeysRemoved,
     LoadCancelled,
     LoadWanted,
     NamespaceAdded,
@@ -32,6 +35,7 @@ from kvpool.core.object_events import (
     PreloadWithdrawn,
     PublishObject,
     ReadFile,
+    RemoveKey,
     ReturnSegment,
     SegmentAdded,
     SegmentRecalled,
@@ -149,6 +153,7 @@ class World:
         self.flags: dict[tuple[int, bytes], int] = {}
         self.started: dict[int, int] = {}
         self.missing: set[ObjectId] = set()
+        self.removing: list[tuple[int, bytes]] = []
         self.store_ends: dict[tuple[str, bytes], list[bool]] = defaultdict(list)
         self.answers: dict[str, int] = defaultdict(int)
         self.log: list[list[Action]] = []
@@ -198,8 +203,8 @@ class World:
                 self._check_bytes(slot, object_id)
                 self.readers[slot].add(("kernel", op))
                 self.publishing[op] = (object_id, slot)
-            case SetAside(object=object_id):
-                self.files.pop(object_id, None)
+            case RemoveKey() | SetAside():
+                self._file_goes(action)
             case SendReady(client=client, job=job, index=index, slot=slot):
                 self._answered(client, job, index)
                 rank = self.ranks[client]
@@ -219,7 +224,7 @@ class World:
             case TellStoreEnded(engine=engine, key=key, kept=kept):
                 assert kept == bool(self.flags.get((ENGINES[engine], key), 0))
                 self.store_ends[engine, key].append(kept)
-                if not kept:
+                if not self.flags.get((ENGINES[engine], key), 0) & RESIDENT:  # on disk at most: no store brings it
                     self._failed(*(ObjectId(ENGINES[engine], key, rank) for rank in range(2)))
             case ReturnSegment(segment=segment):
                 self._segment_returned(segment)
@@ -237,6 +242,20 @@ class World:
                 before, after = LIVE, "revoked"
         assert admission.state in before, "an admission is told what cannot be"
         admission.state = after
+
+    def _file_goes(self, action: RemoveKey | SetAside) -> None:
+        """Nobody uses a removed key's files, and everybody has heard that they go."""
+        if isinstance(action, SetAside):
+            self.files.pop(action.object, None)
+            return
+        namespace, key = action.namespace, action.key
+        self.removing.append((namespace, key))
+        assert not self.flags.get((namespace, key), 0) & STORED, "a key goes that is told to be stored"
+        assert self.removing.count((namespace, key)) == 1, "a key goes twice"
+        pinned = {rank.object_of(job, index) for rank in self.live() for job, index in rank.pinned}
+        written = {object_id for object_id, _ in self.publishing.values()}
+        for number in range(NAMESPACES[namespace][0]):
+            assert ObjectId(namespace, key, number) not in pinned | written, "a key goes that is in use"
 
     def _new_op(self, op: int) -> None:
         known = (self.opening, self.opened, self.reading, self.publishing)
@@ -441,7 +460,7 @@ class World:
         rank_count, sizes = NAMESPACES[namespace]
         objects = [ObjectId(namespace, key, rank) for key in keys if key[-1] in sizes for rank in range(rank_count)]
         made = self.admissions[number] = Admission(number, objects, (priority, number, number))
-        made.failed.update(o for o in objects if o in self.missing)
+        made.failed.update(o for o in objects if o in self.missing or (namespace, o.key) in self.removing)
         actions = self.do(
             PreloadAsked(admission=number, namespace=namespace, keys=keys, priority=priority, arrival=number)
         )
@@ -511,10 +530,24 @@ class World:
             self.missing.discard(object_id)
         return self.do(ObjectPublished(op=op, error=error))
 
+    def condemn(self, namespace: int, keys: list[bytes]) -> list[Action]:
+        """There is no room for these keys."""
+        return self.do(KeysCondemned(namespace=namespace, keys=keys))
+
+    def end_removal(self, namespace: int, key: bytes, *, removed: bool = True) -> None:
+        """A key's files are gone, or could not be removed."""
+        self.removing.remove((namespace, key))
+        objects = [ObjectId(namespace, key, rank) for rank in range(NAMESPACES[namespace][0])]
+        for object_id in objects if removed else ():
+            self.files.pop(object_id, None)
+        self.do(KeysRemoved(namespace=namespace, keys=[key]))
+        self.find_files([object_id for object_id in objects if object_id in self.files])
+
     def find_files(self, objects: list[ObjectId]) -> None:
         """The scan tells files; they may be gone again meanwhile."""
         for object_id in objects:
-            self.missing.discard(object_id)
+            if (object_id.namespace, object_id.key) not in self.removing:
+                self.missing.discard(object_id)
             self.do(KeysFound(namespace=object_id.namespace, rank=object_id.rank, keys=[object_id.key]))
 
     def pass_time(self, nanoseconds: int) -> list[Action]:
@@ -539,6 +572,9 @@ class World:
                 for op in list(ops):
                     end(op)
                     moved = True
+            for namespace, key in list(self.removing):
+                self.end_removal(namespace, key)
+                moved = True
             for rank in self.live():
                 for job, index in list(rank.pinned):
                     self.release(rank, job, [index])
@@ -549,6 +585,7 @@ class World:
 
     def settle(self) -> None:
         """End everything and check that nothing is left: no wait, no slot in use, no unanswered index."""
+        self.do(DeviceChanged(healthy=True))
         for rank in list(self.ranks.values()):
             if rank.left:
                 self.prove(rank)

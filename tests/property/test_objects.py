@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from kvpool.core.object_events import (
+    DeviceChanged,
     LoadWanted,
     ObjectId,
     SlotsFilled,
@@ -166,6 +167,20 @@ class ObjectTableMachine(RuleBasedStateMachine):
         objects = [ObjectId(1, key, rank) for key in keys_for("a", chosen, group) for rank in range(2)]
         self.world.find_files([object_id for object_id in objects if object_id in self.world.files])
 
+    @rule(chosen=numbers, group=groups)
+    def condemn(self, chosen: list[int], group: int) -> None:
+        self.world.condemn(1, keys_for("a", list(dict.fromkeys(chosen)), group))
+
+    @precondition(lambda self: self.world.removing)
+    @rule(pick=picks, removed=st.sampled_from([True, True, False]))
+    def end_removal(self, pick: int, removed: bool) -> None:
+        removing = self.world.removing
+        self.world.end_removal(*removing[pick % len(removing)], removed=removed)
+
+    @rule(healthy=st.sampled_from([True, True, False]), storing=st.sampled_from([True, True, False]))
+    def change_device(self, healthy: bool, storing: bool) -> None:
+        self.world.do(DeviceChanged(healthy=healthy, storing=storing))
+
     @rule(nanoseconds=st.sampled_from([1, 10, 60, 150, 400]))
     def pass_time(self, nanoseconds: int) -> None:
         self.world.pass_time(nanoseconds)
@@ -175,7 +190,7 @@ class ObjectTableMachine(RuleBasedStateMachine):
         if rare == 0:
             self.world.pass_time(1_000_001)
 
-    @precondition(lambda self: self.world.live())
+    @precondition(lambda self: self.world.live() and self.world.table.healthy)
     @rule(pick=picks)
     def nonsense(self, pick: int) -> None:
         """A message that no honest peer sends is refused and changes nothing."""

@@ -71,9 +71,13 @@ def run_seed(seed: int) -> World:
         (20, lambda: world.publishing and machine.end_publish(pick(), ended(Code.WRITE_ERROR, Code.DEVICE_FULL))),
         (3, lambda: machine.change_files(chosen(), group(), rng.choice(DAMAGES))),
         (2, lambda: machine.find_files(chosen=chosen(), group=group())),
+        (2, lambda: machine.condemn(chosen=chosen(), group=group())),
+        (4, lambda: world.removing and machine.end_removal(pick=pick(), removed=rng.random() < 0.8)),
+        (0.5, lambda: machine.change_device(healthy=rng.random() < 0.8, storing=rng.random() < 0.8)),
+        (3, lambda: machine.change_device(healthy=True, storing=True)),
         (slow, lambda: machine.pass_time(nanoseconds=rng.choice([1, 10, 60, 150, 400]))),
         (0.1, lambda: machine.pass_much_time(rare=0)),
-        (1, lambda: world.live() and machine.nonsense(pick=pick())),
+        (1, lambda: world.live() and world.table.healthy and machine.nonsense(pick=pick())),
         (5, lambda: machine.admit(rng.choice(["a", "a", "c"]), chosen(), group(), rng.choice([0, 0, 1]))),
         (10, lambda: states("reserved") and machine.commit(pick=pick())),
         (3, lambda: states(*LIVE) and machine.withdraw(pick=pick())),
@@ -107,7 +111,7 @@ def test_long_runs_keep_every_promise_and_reach_every_outcome(first: int) -> Non
         counts.update(world.table.statistics())
     silent = {
         "OpenFile", "ReadFile", "CloseFile", "PublishObject", "SetAside", "SendReady", "SendLoadFailed", "SendGranted",
-        "SendExists", "SendDropped", "TellKey", "TellStoreEnded", "ReturnSegment", "SendPreloadAnswer",
+        "SendExists", "SendDropped", "TellKey", "TellStoreEnded", "ReturnSegment", "RemoveKey", "SendPreloadAnswer",
         "SendPreloadLanded", "SendPreloadRevoked",
     } - set(answers)  # fmt: skip
     assert set() == silent
