@@ -1,0 +1,40 @@
+"""Row 19: tiers that were written to for days and never served a byte."""
+
+from pathlib import Path
+
+from kvpool.health import facts
+from kvpool.health.checks import SERVES_LITTLE_BYTES, Picture, findings_of
+from tests.process.engine_harness import KEYS, OBJECT_BYTES, WAIT_S, Engine, served
+from tests.process.pool_harness import PoolProcess
+
+
+def test_row_19_what_one_engine_stores_another_is_served_after_a_restart_and_both_are_counted(tmp_path: Path) -> None:
+    pool = PoolProcess(tmp_path, worker_module="kvpool.procs.io_worker", answer_deadline_s=5.0)
+    first = Engine(tmp_path, "first")
+    try:
+        first.wait_connected().store(1)
+        first.wait_hits()
+        assert (len(KEYS) * OBJECT_BYTES, 0) == _kept_and_served(first)
+    finally:
+        first.close()
+    assert 0 == pool.end(WAIT_S)
+    pool.close()
+    pool = PoolProcess(tmp_path, worker_module="kvpool.procs.io_worker", answer_deadline_s=5.0)
+    second = Engine(tmp_path, "second")
+    try:
+        second.wait_connected().wait_hits()
+        assert served(second, 1)
+        assert (0, len(KEYS) * OBJECT_BYTES) == _kept_and_served(second)
+    finally:
+        second.close()
+        pool.close()
+
+
+def test_row_19_storing_much_for_nothing_is_a_finding() -> None:
+    row: facts.Facts = {facts.ROLE: facts.RANK_CLIENT, facts.BYTES_KEPT: SERVES_LITTLE_BYTES, facts.BYTES_SERVED: 0}
+    assert ["serves_little"] == [finding.check for finding in findings_of(Picture({}, [row]))]
+
+
+def _kept_and_served(engine: Engine) -> tuple[object, object]:
+    told = engine.rank.facts()
+    return told[facts.BYTES_KEPT], told[facts.BYTES_SERVED]
