@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _EVERY_S = 0.05
 
 
-def wait_until(there: Callable[[], Any], what: str, *, within_s: float = 30.0) -> Any:
+def wait_until(there: Callable[[], Any], what: str, *, within_s: float = 60.0) -> Any:
     """Return the first true value of *there*, asked again and again; fail after *within_s*."""
     end = time.monotonic() + within_s
     while True:
@@ -146,7 +146,7 @@ class Pool:
         finally:
             self.process = None
 
-    def wait_clients(self, count: int, *, within_s: float = 30.0) -> None:
+    def wait_clients(self, count: int, *, within_s: float = 60.0) -> None:
         """Return once *count* clients are attached, and their staging is there for them."""
         wait_until(lambda: self.attached() >= count, f"{count} clients attached", within_s=within_s)
 

@@ -76,7 +76,7 @@ def test_after_sigkill_of_everything_nothing_is_left_and_the_next_start_serves(
     pool = pair.pool
     published = set(pool.objects())
     pair.other.submit_all(WHILE_KILLED)
-    wait_until(lambda: set(pool.objects()) - published, "stores are under way")
+    wait_until(lambda: set(pool.objects()) - published, "stores are under way", within_s=120)
     tree = pair.other.tree()
     names_of_vllm = _shm_names(tree)
     kill_all([*tree, *pool.pids()])
