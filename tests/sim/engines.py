@@ -159,6 +159,7 @@ class RankProcess:
         self.process.at_exit.append(lambda: self.world.leases.end_of_rank(self.process.pid))
         #: (job, kind) -> by when it must have ended.
         self.due_ns: dict[tuple[int, str], int] = {}
+        self.stopped_ns = 0
         self.client: SimRank = cast(SimRank, None)
         self.process.turn = self._turn
         kernel.run_as(self.process, self._start)
@@ -188,7 +189,7 @@ class RankProcess:
             return
         pool = self.world.settings.pool
         limit_s = pool.load_deadline_s + LOAD_MARGIN_S if load else pool.store_deadline_s + STORE_MARGIN_S
-        slack_ns = self.world.plan.copy_us * US * 4 + 50 * MS
+        slack_ns = self.world.plan.copy_us * US * 4 + 50 * MS + self.stopped_ns
         waits = [due - self.world.kernel.now_ns for (_, kind), due in self.due_ns.items() if kind == "store"]
         behind_ns = 0 if load else max([0, *waits])
         self.due_ns[job, "load" if load else "store"] = (
@@ -198,6 +199,12 @@ class RankProcess:
             self.world.kernel.run_as(self.process, lambda: self.client.submit_load(job, objects))
         else:
             self.world.kernel.run_as(self.process, lambda: self.client.submit_store(job, request, objects, None))
+
+    def stop(self, for_ns: int) -> None:
+        """It is stopped for a while; so long it cannot be expected to end anything."""
+        self.process.stopped_until_ns = self.world.kernel.now_ns + for_ns
+        self.due_ns = {job: due_ns + for_ns for job, due_ns in self.due_ns.items()}
+        self.stopped_ns += for_ns
 
     def flush(self, jobs: list[int]) -> None:
         """The engine's model thread waits for these jobs."""

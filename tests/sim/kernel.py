@@ -160,6 +160,7 @@ class Process:
         ended: Readable once it is reaped: its pidfd.
         children: End with it (the death signal).
         at_exit: Called when it is really gone.
+        stopped_until_ns: It takes no turns before (SIGSTOP).
     """
 
     def __init__(self, kernel: "Kernel", name: str) -> None:
@@ -176,6 +177,7 @@ class Process:
         self.ended = Flag(kernel)
         self.ended.hold()
         self._next_ns: int | None = None
+        self.stopped_until_ns = 0
         kernel.processes[self.pid] = self
 
     def wake(self, when_ns: int) -> None:
@@ -188,6 +190,9 @@ class Process:
     def _run(self, when_ns: int) -> None:
         if self.turn is not None and self.alive and self._next_ns == when_ns:
             self._next_ns = None
+            if when_ns < self.stopped_until_ns:
+                self.wake(self.stopped_until_ns)
+                return
             self.kernel.run_as(self, self.turn)
             if self.alive:
                 self._wake_for_ready()

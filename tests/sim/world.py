@@ -31,10 +31,12 @@ from .sandbox import Sandbox
 FAULTS = (
     "worker_death", "coordinator_death", "engine_death", "open_errors", "read_errors", "corruption", "write_errors",
     "full", "stalls", "outage", "copy_errors", "slow_copies", "slow_messages", "slow_death", "evictions", "aborts",
-    "resizes", "late_landing",
+    "resizes", "late_landing", "stopped",
 )  # fmt: skip
 #: What must not make any load fail.
-HARMLESS = frozenset({"slow_messages", "slow_copies", "slow_death", "late_landing", "aborts", "evictions", "resizes"})
+HARMLESS = frozenset(
+    {"slow_messages", "slow_copies", "slow_death", "late_landing", "stopped", "aborts", "evictions", "resizes"}
+)
 #: A death that waits for its moment comes after so long in any case.
 MOMENT_NS = 100 * MS
 EVENTS_MAX = 400_000
@@ -48,6 +50,8 @@ class Plan:
     faults: frozenset[str] = frozenset()
     devices: int = 1
     iodepth: int = 3
+    latency_us: float = 100.0
+    bytes_per_s: float = 1e9
     ranks: int = 1
     object_bytes: list[int] = field(default_factory=lambda: [4096])
     engines: int = 1
@@ -70,6 +74,7 @@ class Plan:
     store_deadline_s: float = 0.3
     fill_deadline_s: float = 2.0
     operation_deadline_s: float = 1.0
+    breaker_failures: int = 5
 
     @classmethod
     def drawn(cls, seed: int) -> "Plan":
@@ -80,17 +85,20 @@ class Plan:
         if rng.random() < 0.15:
             faults &= HARMLESS
         return cls(
-            seed=seed, faults=faults, devices=rng.choice([1, 1, 2, 3]), iodepth=rng.randint(2, 6),
+            seed=seed, faults=faults, devices=rng.choice([1, 1, 2, 3]), iodepth=rng.choice([1, 2, 2, 3, 4, 6]),
+            latency_us=rng.choice([100, 1000, 5000]), bytes_per_s=rng.choice([1e9, 2e7, 5e6]),
             ranks=rng.choice([1, 1, 2]), object_bytes=rng.choice([[4096], [4096], [4096, 12288]]),
-            engines=rng.choice([1, 1, 2]), namespaces=rng.choice([1, 2]), slots=rng.choice([6, 8, 12, 20, 40]),
+            engines=rng.choice([1, 1, 2]), namespaces=rng.choice([1, 2]),
+            slots=rng.choice([4, 6, 8, 10, 12, 16, 24, 40]),
             cache=rng.choice(["off", "lru", "arc"]), preload=rng.random() < 0.6, lookahead=rng.randint(1, 6),
-            warm=rng.choice([0.0, 0.5, 1.0]), requests=rng.randint(4, 16), chunks_max=rng.randint(1, 8),
+            warm=rng.choice([0.0, 0.5, 1.0]), requests=rng.randint(4, 16), chunks_max=rng.choice([1, 3, 5, 8, 12]),
             conversations=rng.randint(1, 5), running_max=rng.randint(1, 4), compute_ms=rng.choice([2, 20, 60]),
             span_ms=rng.choice([20, 50, 200, 600]) + (2000 if "coordinator_death" in faults else 0),
-            copy_us=20_000 if {"slow_copies", "slow_death"} & faults else 500, slow_death="slow_death" in faults,
+            copy_us=60_000 if {"slow_copies", "slow_death"} & faults else 500, slow_death="slow_death" in faults,
             copy_errors=0.05 if "copy_errors" in faults else 0.0,
             load_deadline_s=rng.choice([1.0, 5.0]) if faults - HARMLESS else 20.0,
             store_deadline_s=rng.choice([0.05, 0.3]), fill_deadline_s=rng.choice([0.2, 2.0]),
+            breaker_failures=rng.choice([1, 3, 5]),
             operation_deadline_s=rng.choice([0.3, 1.0]) if faults - HARMLESS else 10.0,
         )  # fmt: skip
 
@@ -115,7 +123,8 @@ class Plan:
                 run_dir="/simulated", staging_bytes=self.devices * self.slots * slot_bytes,
                 load_deadline_s=self.load_deadline_s, store_deadline_s=self.store_deadline_s,
                 fill_deadline_s=self.fill_deadline_s, operation_deadline_s=self.operation_deadline_s,
-                breaker_retry_s=0.1, enable_preload=self.preload, preload_lookahead_requests=self.lookahead,
+                breaker_failures=self.breaker_failures, breaker_retry_s=0.1, enable_preload=self.preload,
+                preload_lookahead_requests=self.lookahead,
                 preload_expiry_s=2.0, staging_cache=self.cache,
             ),
             device=[
@@ -159,10 +168,13 @@ class World:
         faults = DriveFaults(
             open_errors=0.05 * ("open_errors" in on), read_errors=0.05 * ("read_errors" in on),
             corruption=0.1 * ("corruption" in on), write_errors=0.1 * ("write_errors" in on),
-            full=0.1 * ("full" in on), stalls=0.02 * ("stalls" in on),
+            full=0.1 * ("full" in on), stalls=0.05 * ("stalls" in on),
             stall_ns=int(self.plan.operation_deadline_s * S), late_ns=2500 * MS * ("late_landing" in on),
         )  # fmt: skip
-        return Drive(kernel=self.kernel, rng=self.rng, faults=faults)
+        return Drive(
+            kernel=self.kernel, rng=self.rng, faults=faults, latency_us=self.plan.latency_us,
+            bytes_per_s=self.plan.bytes_per_s,
+        )  # fmt: skip
 
     def count(self, name: str, by: int = 1) -> None:
         """Count something worth telling."""
@@ -281,7 +293,7 @@ class World:
         kinds: dict[str, Callable[[], None]] = {
             "worker_death": self._kill_worker, "coordinator_death": self._kill_coordinator,
             "engine_death": self._kill_engine, "outage": self._fail_drive, "evictions": self._evict,
-            "resizes": self._resize,
+            "resizes": self._resize, "stopped": self._stop,
         }  # fmt: skip
         for kind, happens in kinds.items():
             if kind in self.plan.faults:
@@ -344,6 +356,16 @@ class World:
 
     def _fail_drive(self) -> None:
         self.rng.choice(self.drives).failing_until_ns = self.kernel.now_ns + self.rng.randrange(50, 500) * MS
+
+    def _stop(self) -> None:
+        """Some process is stopped for a while."""
+        ranks = [rank for name in sorted(self.engines) for rank in self.engines[name].ranks if rank.process.alive]
+        workers = [worker.process for worker in self.workers if worker.process.alive]
+        for_ns = self.rng.randrange(5, 600) * MS
+        if ranks and self.rng.random() < 0.6:
+            self.rng.choice(ranks).stop(for_ns)
+        elif workers:
+            self.rng.choice(workers).stopped_until_ns = self.kernel.now_ns + for_ns
 
     def _evict(self) -> None:
         for worker in self.workers:
