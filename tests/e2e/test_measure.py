@@ -22,7 +22,7 @@ def test_a_machine_is_measured_into_a_break_even_file_and_its_picture(models: Pa
     pareto_measure.main([
         str(samples), "--model", str(model), "--model-name", "tiny", "--storage", str(tmp_path / "storage"),
         "--environment", json.dumps(cpu_environment()), "--lengths", *map(str, LENGTHS),
-        "--spread", "0.5", "--budget-s", "120", "--staging-gib", "0.25",
+        "--spread", "0.8", "--budget-s", "160", "--staging-gib", "0.25",
     ])  # fmt: skip
     found = Samples.read(samples)
     for medium in MEDIA:
