@@ -201,7 +201,7 @@ class Pool:
         """Return the published objects, sorted."""
         return sorted(path for device in self.devices for path in _objects_below(device))
 
-    def wait_objects(self, count: int, *, within_s: float = 30.0) -> list[Path]:
+    def wait_objects(self, count: int, *, within_s: float = 60.0) -> list[Path]:
         """Return the objects once there are *count*; fail when there are more or it takes too long."""
         wait_until(lambda: len(self.objects()) >= count, f"{count} objects published", within_s=within_s)
         found = self.objects()
