@@ -322,12 +322,19 @@ class RingEngine:
         return ended
 
     def _flush(self) -> None:
-        """Submit, and go on with what has ended at once, until the kernel keeps all it was given."""
-        for ring in self._rings:
-            ring.submit()
-            while ring.ready():
-                self._advance_all(ring.reap())
+        """
+        Submit, and go on with what has ended at once, until the kernel keeps all it was given.
+
+        What ends on one ring may make a request on another (a write, then a link): so until a whole round is quiet.
+        """
+        quiet = False
+        while not quiet:
+            quiet = True
+            for ring in self._rings:
                 ring.submit()
+                if ring.ready():
+                    quiet = False
+                    self._advance_all(ring.reap())
 
     def _advance_all(self, results: list[tuple[int, int]]) -> None:
         for token, result in results:

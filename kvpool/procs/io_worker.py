@@ -198,6 +198,7 @@ class IoWorker:
         self._tell_coordinator()
         self._tell_state()
         self._tell_usage()
+        self._engine.submit()  # a client that turned out to be gone has freed slots, and others' work has begun
         self._update_poller()
 
     def _tell_coordinator(self) -> None:
