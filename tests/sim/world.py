@@ -77,13 +77,14 @@ class Plan:
     breaker_failures: int = 5
 
     @classmethod
-    def drawn(cls, seed: int) -> "Plan":
-        """Draw one."""
+    def drawn(cls, seed: int, always: frozenset[str] = frozenset()) -> "Plan":
+        """Draw one; *always*: kinds of faults that are on in any case."""
         rng = random.Random(seed)
         quiet = rng.random() < 0.2
         faults = frozenset() if quiet else frozenset(kind for kind in FAULTS if rng.random() < 0.25)
         if rng.random() < 0.15:
             faults &= HARMLESS
+        faults |= always
         return cls(
             seed=seed, faults=faults, devices=rng.choice([1, 1, 2, 3]), iodepth=rng.choice([1, 2, 2, 3, 4, 6]),
             latency_us=rng.choice([100, 1000, 5000]), bytes_per_s=rng.choice([1e9, 2e7, 5e6]),
@@ -415,10 +416,9 @@ def chunk_name(conversation: int, position: int) -> bytes:
     return conversation.to_bytes(2, "big") + position.to_bytes(6, "big")
 
 
-def run_seed(seed: int, *, prepare: Callable[[Plan], None] = lambda _plan: None) -> World:
+def run_seed(seed: int, always: frozenset[str] = frozenset()) -> World:
     """Run a seed's schedule; a violation names the command that repeats it."""
-    plan = Plan.drawn(seed)
-    prepare(plan)
+    plan = Plan.drawn(seed, always)
     world = World(plan)
     try:
         return world.run()
