@@ -466,6 +466,9 @@ class Loads:
         for waiter in read.waiters:
             self.serve(waiter, slot)
         read.waiters.clear()
+        if slot.object in self.reads and self.residency.objects.get(slot.object) is slot:
+            # This one was late, and another began since: who waits for that one has the bytes now.
+            self.object_stored(slot)
         self.residency.settle(slot)
 
     def _failed(self, read: Read, error: Code) -> None:
@@ -493,7 +496,7 @@ class Loads:
         self._fail_waiters(read, Code.DEADLINE)
 
     def object_stored(self, slot: Slot) -> None:
-        """A store made that object resident: whoever waits for a read of it has it now."""
+        """A store, or a read that was late, made that object resident: whoever waits for a read of it has it now."""
         self.preloads.arrived(slot)
         read = self.reads.get(slot.object) if slot.object is not None else None
         if read is None:

@@ -184,6 +184,23 @@ def test_a_read_that_fails_or_is_late_is_given_up_and_the_rest_lands() -> None:
     assert [0] == counted(world, "slots_filling")
 
 
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_late_read_that_lands_serves_the_admission_that_reads_again(opened: bool) -> None:
+    world, _ = world_with(6, settings=replace(AHEAD, staging_cache="lru"))
+    first = admitted(world, 1, read=False)
+    world.end_open(next(iter(world.opening)))
+    (late,) = world.reading
+    world.pass_time(AHEAD.op_deadline_ns + 1)
+    world.withdraw(first)
+    second = admitted(world, 1, read=False)
+    if opened:
+        world.end_open(next(iter(world.opening)))
+    world.end_read(late)
+    assert "landed" == second.state
+    run_io(world)
+    assert [1, 1] == counted(world, "slots_resident", "slots_admitted")
+
+
 def test_a_later_priority_and_arrival_is_read_later() -> None:
     world, _ = world_with(8, settings=replace(AHEAD, open_lookahead=1))
     admissions = [world.admit(2, keys(number), priority) for number, priority in ((1, 1), (2, 0), (3, 0))]
