@@ -205,7 +205,10 @@ def users(setting: Setting, seeds: Sequence[int], processes: int, out: Path, com
     began = time.monotonic()
     jobs = [(setting, seed, arbitrated) for seed in seeds for arbitrated in (True, False)]
     with ProcessPoolExecutor(processes) as pool:
-        results = list(pool.map(_one, jobs))
+        results = []
+        for (_, seed, arbitrated), result in zip(jobs, pool.map(_one, jobs), strict=True):
+            results.append(result)
+            print(f"seed {seed} {'on' if arbitrated else 'off'}: p99 {result['wait_p99']:.3f} s", file=sys.stderr)
     runs = {"on": results[0::2], "off": results[1::2]}
     means = {way: {name: sum(run[name] for run in of) / len(of) for name in of[0]} for way, of in runs.items()}
     worst = {way: max(run["wait_worst_tenth_p99"] / run["alone_worst_tenth_p99"] for run in of)
