@@ -20,8 +20,8 @@ US, MS, S = 1_000, 1_000_000, 1_000_000_000
 READABLE, WRITABLE, HUNG_UP = 1, 4, 16
 
 
-class Violation(AssertionError):  # noqa: N818 - what a check found
-    """The pool did what it must never do."""
+class Violation(BaseException):  # noqa: N818 - what a check found
+    """The pool did what it must never do. No Exception: the clients' borders to their engine must not hide it."""
 
 
 def check(ok: bool, what: str, /, **facts: object) -> None:

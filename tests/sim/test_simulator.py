@@ -8,10 +8,12 @@ import pytest
 
 from kvpool.core.admission import Admission
 from kvpool.core.loads import Loads
-from kvpool.core.rank_base import Ground
+from kvpool.core.rank_base import Ground, Job
 from kvpool.core.rank_copies import Copies
+from kvpool.core.rank_events import JobKind
 from kvpool.core.residency import Residency
 from kvpool.core.slots import Slot, SlotStep
+from kvpool.errors import Code
 from kvpool.procs.coordinator_workers import Workers
 
 from .engines import Request
@@ -127,6 +129,27 @@ def _half_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Admission, "_end", partly)
 
 
+def _unverified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that are not what was published are served."""
+    file_read = Loads.file_read
+
+    def trusting(self: Loads, op: int, error: Code | None) -> None:
+        file_read(self, op, None if error is Code.CORRUPT else error)
+
+    monkeypatch.setattr(Loads, "file_read", trusting)
+
+
+def _end_untold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of which something failed is not reported."""
+    end = Ground.end
+
+    def silent(self: Ground, job: Job, kind: JobKind) -> None:
+        if not job.codes:
+            end(self, job, kind)
+
+    monkeypatch.setattr(Ground, "end", silent)
+
+
 @pytest.mark.parametrize(
     ("plant", "faults"),
     [
@@ -136,6 +159,8 @@ def _half_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
         (_copies_not_awaited, {"worker_death", "slow_copies"}),
         (_release_forgotten, set()),
         (_half_withdrawn, set()),
+        (_unverified, {"corruption"}),
+        (_end_untold, {"read_errors"}),
     ],
 )
 def test_a_planted_bug_is_found(

@@ -422,7 +422,7 @@ def run_seed(seed: int, always: frozenset[str] = frozenset()) -> World:
     world = World(plan)
     try:
         return world.run()
-    except Exception as error:
+    except (Exception, Violation) as error:
         when = f"at {world.kernel.now_ns / S:.6f} s, event {world.kernel.happened}"
         story = f"seed {seed} {when}, faults: {', '.join(sorted(plan.faults)) or 'none'}"
         raise Violation(f"{error!r}\n{story}\nrepeat: python -m tests.sim {seed}") from error
