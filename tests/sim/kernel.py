@@ -20,7 +20,7 @@ US, MS, S = 1_000, 1_000_000, 1_000_000_000
 READABLE, WRITABLE, HUNG_UP = 1, 4, 16
 
 
-class Violation(BaseException):  # noqa: N818 - what a check found
+class Violation(BaseException):
     """The pool did what it must never do. No Exception: the clients' borders to their engine must not hide it."""
 
 
