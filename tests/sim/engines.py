@@ -326,7 +326,6 @@ class EngineProcess:
         request.started_ns = self.world.kernel.now_ns
         request.loaded = len(hits) // len(self.groups)
         self.world.started(request, hits)
-        self.client.started(request.name)
         if hits:
             self._load(request, [hit.device for hit in hits])
         else:
@@ -342,6 +341,8 @@ class EngineProcess:
 
     def _compute(self, request: Request) -> None:
         request.state = "computing"
+        # Only now: what was read ahead for it is to stay until its load has landed.
+        self._as_me(lambda: self.client.started(request.name))
         self.world.kernel.after(
             self.world.rng.randrange(1, self.world.plan.compute_ms) * MS,
             lambda: self._as_me(lambda: self._computed(request)),
