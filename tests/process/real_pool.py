@@ -12,7 +12,7 @@ from kvpool.client.rank import JobEnded, LoadObject, RankClient, StoreObject
 from kvpool.client.scheduler import Hit, SchedulerClient
 from kvpool.core.budget import slot_bytes_of
 from kvpool.wire.messages import NamespaceSpec
-from tests.process.pool_harness import PoolProcess, namespace
+from tests.process.pool_harness import PoolProcess, namespace, wait_until
 
 #: On a busy machine two workers take seconds to start.
 START_S = 30.0
@@ -104,6 +104,7 @@ class RealPool(PoolProcess):
     def stored(self, rank: RankClient, numbers: Iterable[int]) -> None:
         """Store objects, and wait until they are on their drives."""
         wanted = list(numbers)
+        wait_until(lambda: all(row.get("slots_free", 0) > 0 for row in self.worker_rows()), START_S)
         before = self.told("stores")
         ended = self.end_of(rank, self.store(rank, wanted))
         assert () == ended.failed
