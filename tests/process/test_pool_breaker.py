@@ -23,6 +23,11 @@ def hits(scheduler: SchedulerClient, numbers: range) -> set[int]:
     return {hit.device if isinstance(hit, Hit) else -1 for hit in found}
 
 
+def placed(scheduler: SchedulerClient) -> set[int]:
+    """Return the devices on which new chunks would be stored."""
+    return {scheduler.place_store("request", key_of(number), number, KEYS[0]) for number in range(200, 216)}
+
+
 @pytest.mark.parametrize("trouble", ["read_error", "write_error"])
 def test_a_failing_device_costs_its_own_keys_and_nothing_else_until_it_is_back(tmp_path: Path, trouble: str) -> None:
     broken = tmp_path / "broken"
@@ -43,15 +48,13 @@ def test_a_failing_device_costs_its_own_keys_and_nothing_else_until_it_is_back(t
         pump_until(scheduler, lambda: hits(scheduler, SECOND) == {-1})
         assert {0} == hits(scheduler, FIRST)
         assert () == pool.end_of(rank, pool.load(rank, FIRST)).failed
-        placed = {scheduler.place_store("request", key_of(number), number, KEYS[0]) for number in range(200, 216)}
-        assert {0} == placed
+        pump_until(scheduler, lambda: placed(scheduler) == {0})
         assert 1 == pool.health()[0]["devices_healthy"]
 
         broken.unlink()
         pump_until(scheduler, lambda: hits(scheduler, SECOND) == {1})
         assert () == pool.end_of(rank, pool.load(rank, range(16))).failed
-        placed = {scheduler.place_store("request", key_of(number), number, KEYS[0]) for number in range(200, 216)}
-        assert {0, 1} == placed
+        pump_until(scheduler, lambda: placed(scheduler) == {0, 1})
         assert 2 == pool.health()[0]["devices_healthy"]
     finally:
         pool.close()
