@@ -59,7 +59,7 @@ class Pool:
         self.settings: dict[str, Any] = {
             "staging": "256MiB",
             "verify": True,
-            "answer_deadline_s": 2.0,
+            "answer_deadline_s": 10.0,
             "store_deadline_s": 20.0,
         } | settings
         self.process: subprocess.Popen[bytes] | None = None
