@@ -127,8 +127,8 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     answer_deadline_s: Annotated[
         float,
         Rule(
-            "A waiting request whose keys the pool has not told about by then is computed: more than a moment only where "
-            "processors are scarce.",
+            "A waiting request whose keys the pool has not told about by then is computed: more than a moment only "
+            "where processors are scarce.",
             "",
             "seconds",
             0.001,
@@ -245,7 +245,9 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             high=1 << 60,
         ),
     ] = 0
-    high_watermark: Annotated[float, Rule("Removing begins above this share of the capacity.", "", "", 0.02, 1.0)] = 0.95
+    high_watermark: Annotated[float, Rule("Removing begins above this share of the capacity.", "", "", 0.02, 1.0)] = (
+        0.95
+    )
     low_watermark: Annotated[float, Rule("Removing ends at this share of the capacity.", "", "", 0.01, 0.99)] = 0.9
     min_free_bytes: Annotated[
         int,

@@ -71,8 +71,9 @@ COUNTERS = (
     "loads_wanted", "loads_ready", "loads_failed", "loads_parked", "reads", "read_bytes", "read_errors", "corrupt",
     "stores_wanted", "keys_granted", "keys_existing", "keys_dropped", "keys_filled", "keys_stored", "keys_lost",
     "keys_removed", "fills_late", "writes", "write_bytes", "write_errors", "writes_no_space", "ops_late",
-    "foreign_ranks_found", "cache_hits", "cache_evictions", "evicted_before_use", "preloads_asked", "preloads_reserved", "preloads_landed",
-    "preloads_revoked", "preloads_withdrawn", "preloads_given_up", "preload_reads", "preload_hits",
+    "foreign_ranks_found", "cache_hits", "cache_evictions", "evicted_before_use",
+    "preloads_asked", "preloads_reserved", "preloads_landed", "preloads_revoked",
+    "preloads_withdrawn", "preloads_given_up", "preload_reads", "preload_hits",
 )  # fmt: skip
 
 
@@ -249,7 +250,7 @@ class ObjectTable:
                 self._actions.append(RemoveKey(namespace=event.namespace, key=key))
 
     def _in_use(self, space: Namespace, key: bytes) -> bool:
-        """Whether some rank's object of *key* is being filled, written, read, is pinned or admitted; cached is not in use."""
+        """Whether some rank's object of *key* is being filled, written, read, pinned or admitted; cached is not."""
         if (space.namespace, key) in self._stores.filling:
             return True
         for rank in range(space.rank_count):

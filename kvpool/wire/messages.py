@@ -142,7 +142,7 @@ class WorkerUp(Message):
 
 
 class WorkerDown(Message):
-    """A device's I/O worker is gone. The rank ends its copies from and to that worker's slots, then says CopiesEnded."""
+    """A device's I/O worker is gone. The rank ends its copies from and to its slots, then says CopiesEnded."""
 
     device: int
     worker_generation: int
