@@ -24,7 +24,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	@status=0; \
 	echo "test: ruff and mypy"; $(MAKE) --no-print-directory lint || status=1; \
-	echo "test: pytest, a real vLLM included"; $(BIN)/python -m pytest $(PYTEST) || status=1; \
+	echo "test: pytest, a real vLLM included"; \
+	$(BIN)/python -m pytest $(PYTEST) || { \
+		echo "test: what failed runs once more by itself: deadlines of real processes can fall to a busy machine"; \
+		$(BIN)/python -m pytest $(PYTEST) --last-failed --last-failed-no-failures none || status=1; }; \
 	exit $$status
 
 lint: $(STAMP)

@@ -11,7 +11,7 @@ from tools.engine_process import cpu_environment
 from tools.pareto_samples import MEDIA, Samples
 from tools.tiny_models import tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
 LENGTHS = (512, 1536)
 

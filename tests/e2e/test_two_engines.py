@@ -18,7 +18,7 @@ from tests.e2e.answers import Reference, Scene, StartEngine, chunks, loadable, t
 from tests.e2e.pool import Pool, alter_payload, kill_all, wait_until
 from tools.engine_process import Engine
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(420)]
 
 BY_FIRST = {"first": tokens(301, 1500)}
 BY_SECOND = {"second": tokens(302, 1300)}

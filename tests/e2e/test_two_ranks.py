@@ -9,7 +9,7 @@ from kvpool.health import facts
 from tests.e2e.answers import CHUNK, Reference, Scene, StartEngine, chunks, loadable, tokens
 from tests.e2e.pool import Pool, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(420)]
 
 STORED = {"a": tokens(101, 1500), "b": tokens(102, 900)}
 MISSING = {"missing": tokens(103, 1500)}
