@@ -245,7 +245,8 @@ def _page(
 ) -> str:  # fmt: skip
     evicted = max(run["evicted_before_use"] for run in runs["on"])
     taken = max(run["admissions_taken_by_loads"] for run in runs["on"])
-    kept = _verdict(max(evicted, taken) <= EVICTED_BY_LOADS_MAX)
+    # Where loads took nothing, whatever was evicted was evicted by others.
+    kept = _verdict(max(evicted, taken) <= EVICTED_BY_LOADS_MAX and (taken > 0 or evicted == 0))
     waited = _verdict(worst["on"] <= WAIT_RATIO_MAX)
     rows = "\n".join(f"| {label} | {means['on'][name]:.4g} | {means['off'][name]:.4g} |" for label, name in _ROWS)
     return f"""# {setting.users} users over one pool, simulated
