@@ -13,7 +13,7 @@ from kvpool.health import facts
 from tests.e2e.answers import CHUNK, Reference, Scene, StartEngine, loadable, tokens
 from tests.e2e.pool import Pool, alter_payload, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(420)]
 
 PROMPT, LONG = tokens(1, 1500), tokens(2, 7000)
 SLOW = {"read_bytes_per_s": 4 << 20}
