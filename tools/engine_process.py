@@ -22,6 +22,8 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 CHILD = Path(__file__).resolve().parent / "engine_child.py"
+#: Its `sitecustomize` keeps ranks from yielding.
+NO_YIELD = Path(__file__).resolve().parent / "no_yield"
 
 #: Longest silence of an engine before the parent calls it hung, seconds.
 ANSWER_S = 120.0
@@ -58,6 +60,7 @@ def cpu_environment(*, tp: int = 1) -> dict[str, str]:
     """Return the environment of a CPU engine on a small machine; *tp* ranks get one core each."""
     binding = "|".join(str(core) for core in range(tp)) if tp > 1 else "auto"
     return {
+        "PYTHONPATH": str(NO_YIELD),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": binding,
         "HF_HUB_OFFLINE": "1",
@@ -90,8 +93,9 @@ class Engine:
         self._values: dict[int, dict[str, Any]] = {}
         self._commands = 0
         self._unread = b""
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        full = {**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(paths)}
+        environment = environment or {}
+        paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH"), os.environ.get("PYTHONPATH")])]
+        full = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)}
         self._reply, theirs = os.pipe()
         try:
             with log.open("ab") as stream:

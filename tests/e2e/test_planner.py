@@ -11,31 +11,33 @@ from tests.e2e.pool import Pool
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-LONG = tokens(701, 3000)
+LONG = tokens(701, 8000)
 SHORT = {f"short-{index}": tokens(710 + index, 200) for index in range(3)}
 #: Bytes of a token's KV in the tiny model, in float32.
 KV_BYTES = 4 * 2 * 4 * 32 * 4
+#: Seconds to compute prompts of the tiny model on two cores: the planner corrects them by what it sees, so they are true.
+PREFILL_S = [(200, 0.04), (1000, 0.18), (3000, 1.1), (5000, 2.6), (8000, 6.2)]
 #: The device reads this fast: the long prompt takes about 2.5 s.
 READ_BYTES_PER_S = int(len(LONG) * KV_BYTES / 2.5)
 
 
-def break_even(model: Path, *, prefill_s: float) -> str:
-    """Return straight lines: a thousand tokens take 0.83 s to read, 10 ms to copy, *prefill_s* to compute."""
-    lines = (Curve(0.0, [(1000, seconds)]) for seconds in (prefill_s, 1000 * KV_BYTES / READ_BYTES_PER_S, 0.01))
-    return emit_break_even(BreakEven(model_name=str(model), curves=Curves(*lines)))
+def break_even(model: Path) -> str:
+    """Return what computing costs, and straight lines for reading at the device's speed and copying at 10 us a token."""
+    reading, copying = (Curve(0.0, [(1000, seconds)]) for seconds in (1000 * KV_BYTES / READ_BYTES_PER_S, 0.01))
+    return emit_break_even(BreakEven(model_name=str(model), curves=Curves(Curve(0.0, PREFILL_S), reading, copying)))
 
 
 @pytest.fixture(scope="module")
 def scene(
     engines: StartEngine, reference: Reference, models: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Scene]:
-    """An engine that believes computing to be slow, on a slow device with preload."""
+    """An engine that knows the costs, on a slow device with preload; a long prompt is loaded faster than computed."""
     folder = tmp_path_factory.mktemp("planner")
     pool = Pool(folder, enable_preload=True, preload_lookahead_requests=4)
     reference.prepare("llama")
     pool.start(faults={"read_bytes_per_s": READ_BYTES_PER_S})
     file = folder / "break-even.json"
-    file.write_text(break_even(models / "llama", prefill_s=10.0))
+    file.write_text(break_even(models / "llama"))
     connector = pool.connector(load_planner="on", prefix_cache_break_even_path=str(file))
     engine = engines("llama", name="planner", connector=connector).wait_up()
     yield Scene(pool, engine, reference)
