@@ -15,14 +15,14 @@ LONG = tokens(701, 8000)
 SHORT = {f"short-{index}": tokens(710 + index, 200) for index in range(3)}
 #: Bytes of a token's KV in the tiny model, in float32.
 KV_BYTES = 4 * 2 * 4 * 32 * 4
-#: Seconds to compute prompts of the tiny model on two cores: the planner corrects them by what it sees, so they are true.
+#: Seconds to compute prompts of the tiny model on two cores; the planner corrects what is far from true.
 PREFILL_S = [(200, 0.04), (1000, 0.18), (3000, 1.1), (5000, 2.6), (8000, 6.2)]
 #: The device reads this fast: the long prompt takes about 2.5 s.
 READ_BYTES_PER_S = int(len(LONG) * KV_BYTES / 2.5)
 
 
 def break_even(model: Path) -> str:
-    """Return what computing costs, and straight lines for reading at the device's speed and copying at 10 us a token."""
+    """Return what computing costs, and lines for reading at the device's speed and copying in 10 us a token."""
     reading, copying = (Curve(0.0, [(1000, seconds)]) for seconds in (1000 * KV_BYTES / READ_BYTES_PER_S, 0.01))
     return emit_break_even(BreakEven(model_name=str(model), curves=Curves(Curve(0.0, PREFILL_S), reading, copying)))
 
