@@ -14,6 +14,7 @@ recomputed chunks are offered for storing again.
 
 # ruff: noqa: E402 - the version is checked before anything of vLLM that only tested versions have is imported
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ from kvpool_vllm.guard import Guard
 from kvpool_vllm.identity import namespace_of
 from kvpool_vllm.logs import share_vllm_log
 from kvpool_vllm.manager import KvPoolManager
+from kvpool_vllm.metrics import PoolPromMetrics
 from kvpool_vllm.planning import Planning
 from kvpool_vllm.request_params import separate_tenant
 from kvpool_vllm.scheduling import SchedulerSide, kv_bytes_per_token, main_group
@@ -50,6 +52,7 @@ from kvpool_vllm.worker import KvPoolWorker, LoadFailure
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, PromMetric
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -64,9 +67,10 @@ logger = init_logger(f"vllm.{__name__}")
 
 @dataclass
 class KvPoolWorkerMetadata(OffloadingWorkerMetadata):
-    """Completions of one step, with the keys that loads did not bring (job -> keys)."""
+    """Completions of one step, with the keys that loads did not bring (job -> keys), and what jobs came to."""
 
     failed_loads: dict[int, set[bytes]] = field(default_factory=dict)
+    counted: dict[tuple[bool, int, bool, int, int], int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Join what two workers say."""
@@ -76,7 +80,9 @@ class KvPoolWorkerMetadata(OffloadingWorkerMetadata):
         failed = {job: set(keys) for job, keys in self.failed_loads.items()}
         for job, keys in getattr(other, "failed_loads", {}).items():
             failed.setdefault(job, set()).update(keys)
-        return KvPoolWorkerMetadata(base.completed_jobs, base.transfer_stats, failed)
+        counted = Counter(self.counted)
+        counted.update(getattr(other, "counted", {}))
+        return KvPoolWorkerMetadata(base.completed_jobs, base.transfer_stats, failed, dict(counted))
 
 
 class KvPoolConnector(OffloadingConnector):
@@ -107,6 +113,20 @@ class KvPoolConnector(OffloadingConnector):
             self._side = self._scheduler_side(
                 namespace, pool.pool.defer_backlog_s, by_priority=by_priority, planning=planning
             )
+
+    # ============================================================ the process of vLLM's metrics
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[type["PromMetric"], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> "KVConnectorPromMetrics":
+        """Register vLLM's metrics of offloading, and kvpool's beside them."""
+        settings.name_spec(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        return PoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ============================================================ worker role
 
@@ -142,7 +162,8 @@ class KvPoolConnector(OffloadingConnector):
         if meta is None:
             return None
         failed, self._failed_loads = self._failed_loads, {}
-        return KvPoolWorkerMetadata(meta.completed_jobs, meta.transfer_stats, failed)
+        counted = self._worker.counts.take() if self._worker is not None else {}
+        return KvPoolWorkerMetadata(meta.completed_jobs, meta.transfer_stats, failed, counted)
 
     # ============================================================ scheduler role
 
@@ -231,6 +252,7 @@ class KvPoolConnector(OffloadingConnector):
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KvPoolWorkerMetadata):
             self._guard.run(None, self.side.failed_keys, meta.failed_loads)
+            self._guard.run(None, self._manager.metrics.jobs_counted, meta.counted)
         super().update_connector_output(connector_output)
         if meta is not None:
             self._guard.run(None, self.side.jobs_ended)

@@ -25,10 +25,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvpool.client.scheduler import Hit, Later
 from kvpool_vllm.guard import Guard
+from kvpool_vllm.metrics import PoolMetrics
 from kvpool_vllm.request_params import read_params, say_problem
 from kvpool_vllm.transfer_specs import KvPoolLoadSpec, KvPoolStoreSpec
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+
     from kvpool.client.scheduler import SchedulerClient
 
 logger = init_logger(f"vllm.{__name__}")
@@ -64,6 +67,7 @@ class KvPoolManager(OffloadingManager):
         client: The scheduler client.
         fingerprint: Of the namespace; goes with each job.
         chunk_tokens: Tokens of a chunk, per KV group index.
+        metrics: What vLLM is told for its `/metrics`.
         loads, stores: What this engine's `kv_role` lets it do.
     """
 
@@ -73,6 +77,7 @@ class KvPoolManager(OffloadingManager):
         *,
         fingerprint: str,
         chunk_tokens: dict[int, int],
+        metrics: PoolMetrics,
         loads: bool = True,
         stores: bool = True,
     ) -> None:
@@ -80,6 +85,7 @@ class KvPoolManager(OffloadingManager):
         self.guard = Guard("scheduler")
         self._fingerprint = fingerprint
         self._chunk_tokens = chunk_tokens
+        self.metrics = metrics
         self._loads = loads
         self._stores = stores
         self._stopped = False
@@ -180,6 +186,7 @@ class KvPoolManager(OffloadingManager):
             epoch=self.client.epoch,
             keys=tuple(bytes(key) for key in keys),
             devices=tuple(hit.device if hit is not None else 0 for hit in hits),
+            resident=bytes(hit is not None and hit.resident for hit in hits),
         )
 
     def load_failed(self, request: str, keys: Collection[bytes]) -> None:
@@ -234,6 +241,10 @@ class KvPoolManager(OffloadingManager):
         self._storing.difference_update(keys)
 
     # ------------------------------------------------------------ life
+
+    def get_stats(self) -> "OffloadingConnectorStats | None":
+        """Return what there is to tell for `/metrics`."""
+        return self.guard.run(None, self.metrics.take, self.client)
 
     def reset_cache(self) -> None:
         """

@@ -26,11 +26,12 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 
-from kvpool.core.planner import LOAD_ALL, Kind, Load
+from kvpool.core.planner import COMPUTE, LOAD_ALL, LOAD_PART, STAGING, STORE_UNDER_WAY, Kind, Load
 from kvpool.wire.messages import NamespaceSpec
-from kvpool_vllm.defer import Deferral, Wish
+from kvpool_vllm.defer import Deferral, Verdict, Wish
 from kvpool_vllm.holes import ChunkNeed, need_all, need_of_state, need_of_window
 from kvpool_vllm.manager import KvPoolManager
+from kvpool_vllm.metrics import COSTS_LESS, LOAD_FAILED, REST_COSTS_LESS, TOO_SHORT
 from kvpool_vllm.planning import BLOCKS_SCARCE, Planning
 
 if TYPE_CHECKING:
@@ -52,6 +53,15 @@ logger = init_logger(f"vllm.{__name__}")
 RETRY_EVERY_S = 0.005
 #: Time that one scheduling pass may spend waiting for the pool's answers, in all.
 WAIT_S_MAX = 0.001
+
+#: Verdicts as metrics name them.
+DECLINES = {COMPUTE: COSTS_LESS, LOAD_PART: REST_COSTS_LESS}
+DEFERS = {
+    STAGING: "staging",
+    STORE_UNDER_WAY: "store_under_way",
+    Verdict.DEFER_BACKLOG.value: "drive_backlog",
+    Verdict.DEFER_BLOCKS.value: "blocks",
+}
 
 Answer = tuple[int | None, bool]
 LATER: Answer = (None, False)
@@ -141,6 +151,11 @@ class SchedulerSide:
         self._blocks: KVCacheManager | None = None
         #: What fails here switches the manager off too: everything is a miss then.
         self.guard = manager.guard
+        self._metrics = manager.metrics
+        self._metrics.main_group = scheduler.config.kv_group_configs[self._main_group].group_idx
+        #: Why what is stored of a waiting request would not be loaded, and what it has waited for, so far.
+        self._declined: dict[str, str] = {}
+        self._waited: dict[str, set[str]] = {}
         manager.mask_of = self._mask_of
         manager.blocks_unused = self._blocks_unused
         manager.may_store = self._may_store
@@ -196,6 +211,8 @@ class SchedulerSide:
             self._planning.ended(request)
         self._own_limits.pop(request, None)
         self._copied.pop(request, None)
+        self._declined.pop(request, None)
+        self._waited.pop(request, None)
         self._remembered.pop(request, None)
         self._announced.pop(request, None)
         self._holding.pop(request, None)
@@ -231,6 +248,7 @@ class SchedulerSide:
         wish = self._wish(request, computed, found[0]) if found[0] else None
         if wish is not None and gated and not self._may_load(wish, found[0] or 0, computed):
             found, wish = self._ask_for(request.request_id, 0, ask), None
+            self._declined[request.request_id] = TOO_SHORT
         return Remembered(self._seen(request, computed, limit), found, wish, time.monotonic() + RETRY_EVERY_S)
 
     def _planned(self, request: "Request", computed: int) -> tuple[int | None, bool]:
@@ -241,7 +259,9 @@ class SchedulerSide:
         verdict = self._manager.guard.run(None, self._planning.maybe_verdict, name, computed)
         if verdict is None:
             return NO_LIMIT, False
+        self._declined[name] = DECLINES.get(verdict.why, "")
         if verdict.kind is Kind.DEFER:
+            self._waited.setdefault(name, set()).add(DEFERS[verdict.why])
             return None, True
         if verdict.kind is Kind.DECLINE:
             return 0, True
@@ -326,7 +346,10 @@ class SchedulerSide:
         now_wish = wish if free == wish.blocks_free else replace(wish, blocks_free=free)
         states = self._manager.client.device_states()
         speeds = {device: state.read_bytes_per_s for device, state in states.items()}
-        return self._deferral.verdict(request, now_wish, speeds, now=time.monotonic()).deferred
+        found = self._deferral.verdict(request, now_wish, speeds, now=time.monotonic())
+        if found.deferred:
+            self._waited.setdefault(request, set()).add(DEFERS[found.value])
+        return found.deferred
 
     def _wish(self, request: "Request", computed: int, tokens: int) -> Wish:
         missing = self._missing_bytes(request, computed, tokens)
@@ -401,6 +424,7 @@ class SchedulerSide:
         self._remembered.pop(name, None)
         self._promised = None
         self._changes += 1
+        self._count(name, tokens)
         if tokens > 0:
             status = self._states[name]
             missing = self._missing_bytes(request, status.num_locally_computed_tokens, tokens)
@@ -413,6 +437,15 @@ class SchedulerSide:
             if tokens > 0:
                 self._planning.load_admitted(name)
             self._planning.left(name)
+
+    def _count(self, name: str, tokens: int) -> None:
+        """Tell for metrics what became of a request that waited, and why."""
+        for reason in self._waited.pop(name, ()):
+            self._metrics.deferred(reason)
+        declined = LOAD_FAILED if self._manager.has_failed(name) else self._declined.get(name, "")
+        self._declined.pop(name, None)
+        if declined and (not tokens or declined == REST_COSTS_LESS):
+            self._metrics.declined(declined)
 
     def before_stores(self) -> None:
         """Know what exists: vLLM is about to choose what to store in this pass."""

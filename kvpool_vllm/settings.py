@@ -50,8 +50,7 @@ def prepare(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", *, sche
         raise ConfigError("kv_transfer_config is missing: kvpool runs as vLLM's KV connector")
     extra = transfer.kv_connector_extra_config
     _refuse_unsupported(vllm_config, extra)
-    extra["spec_name"] = SPEC_NAME
-    extra["spec_module_path"] = SPEC_MODULE
+    name_spec(extra)
     extra["sync_load_budget_bytes"] = 0  # loads never wait inside a step
     if "block_size" not in extra and "blocks_per_chunk" not in extra:
         key, value = default_chunk(block_tokens(vllm_config, kv_cache_config))
@@ -60,6 +59,12 @@ def prepare(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", *, sche
         # Read by vLLM's scheduler right after it made the connector.
         transfer.kv_load_failure_policy = "recompute"
     return transfer
+
+
+def name_spec(extra: dict[str, Any]) -> None:
+    """Name kvpool's spec in *extra*, by which vLLM makes the connector's parts and its metrics."""
+    extra["spec_name"] = SPEC_NAME
+    extra["spec_module_path"] = SPEC_MODULE
 
 
 def pool_settings(extra: dict[str, Any]) -> Settings:

@@ -9,10 +9,17 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvpool.client.launch import ClientConfig
@@ -22,6 +29,7 @@ from kvpool.errors import ConfigError, invariant
 from kvpool.wire.messages import NamespaceSpec
 from kvpool_vllm.copies_cpu import CpuCopier
 from kvpool_vllm.manager import KvPoolManager
+from kvpool_vllm.metrics import PoolMetrics, definitions
 from kvpool_vllm.worker import DeviceCopier, KvPoolWorker, layouts_of
 
 
@@ -75,18 +83,23 @@ class KvPoolOffloadingSpec(OffloadingSpec):
         invariant(not self.replicated_layout, "every rank stores its own objects")
         self._given = given
 
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:  # noqa: ARG003
+        """Name what kvpool adds to vLLM's metrics."""
+        return definitions()
+
     def get_manager(self) -> OffloadingManager:
         """Attach the scheduler to the pool."""
         given = self._given
         client = SchedulerClient(given.client, given.namespace, engine=self.config.engine_id)
         if not client.wait_connected(START_WAIT_S):
             logger.warning("kvpool: no pool yet; the engine starts, and until there is one everything is a miss")
+        chunk_tokens = {group.group_id: group.tokens_per_block * self.blocks_per_chunk for group in self.config.groups}
         return KvPoolManager(
             client,
             fingerprint=given.namespace.fingerprint,
-            chunk_tokens={
-                group.group_id: group.tokens_per_block * self.blocks_per_chunk for group in self.config.groups
-            },
+            chunk_tokens=chunk_tokens,
+            metrics=PoolMetrics(given.namespace, chunk_tokens),
             loads=given.loads,
             stores=given.stores,
         )

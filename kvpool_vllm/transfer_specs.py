@@ -20,6 +20,7 @@ class KvPoolLoadSpec(LoadStoreSpec):
         fingerprint: The scheduler's namespace; a worker with another one must not load.
         epoch: The scheduler's epoch of it (how often it was reset); a rank in another one must not load.
         keys, devices: The objects, and the device that the index says holds each.
+        resident: One byte a key, 1 where it was in staging when it was looked up: for metrics.
     """
 
     request: str
@@ -27,6 +28,7 @@ class KvPoolLoadSpec(LoadStoreSpec):
     epoch: int
     keys: tuple[bytes, ...]
     devices: tuple[int, ...]
+    resident: bytes = b""
 
 
 @dataclass(frozen=True)

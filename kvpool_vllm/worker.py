@@ -32,6 +32,7 @@ from kvpool.client.rank import LoadObject, StoreObject
 from kvpool.errors import ConfigError, unreachable
 from kvpool.wire.messages import NamespaceSpec
 from kvpool_vllm.guard import Guard
+from kvpool_vllm.metrics import JobCounts
 from kvpool_vllm.places import (
     GeometryError,
     GroupLayout,
@@ -103,6 +104,7 @@ class KvPoolWorker(OffloadingWorker):
         self._ended: list[TransferResult] = []
         self._failures: list[LoadFailure] = []
         self._complaints: set[str] = set()
+        self.counts = JobCounts()
 
     # ------------------------------------------------------------ submission
 
@@ -128,6 +130,7 @@ class KvPoolWorker(OffloadingWorker):
             for key, device, end, (group, blocks) in zip(spec.keys, spec.devices, spec.ends, chunks, strict=True)
         ]
         objects.sort(key=lambda item: item[:2])  # prefix order: a cut leaves every group with whole prefixes
+        self.counts.submitted(job, [item[2].key for item in objects], [item[2].device for item in objects])
         self._client.submit_store(job, spec.request, [item[2] for item in objects], after, epoch=spec.epoch)
         return True
 
@@ -159,6 +162,7 @@ class KvPoolWorker(OffloadingWorker):
             LoadObject(key, device, Place(self._layouts[group], blocks, after))
             for key, device, (group, blocks) in zip(spec.keys, spec.devices, chunks, strict=True)
         ]
+        self.counts.submitted(job, spec.keys, spec.devices, spec.resident or bytes(len(spec.keys)))
         self._client.submit_load(job, objects, epoch=spec.epoch)
         return True
 
@@ -219,6 +223,7 @@ class KvPoolWorker(OffloadingWorker):
         return results
 
     def _end(self, ended: "JobEnded") -> None:
+        self.counts.ended(ended.job, ended.failed)
         if ended.kind == "load":
             self._end_load(ended.job, (index for index, _ in ended.failed))
         else:

@@ -116,6 +116,12 @@ MEMBERS: dict[str, dict[str, list[str] | None]] = {
     },
     f"{_OFFLOADING}.scheduler.TransferJobStatus": {"req_id": None},
     f"{_OFFLOADING}.worker.OffloadingConnectorWorker": {"worker": None},
+    f"{_OFFLOADING}.metrics.OffloadingConnectorStats": {
+        "increase_counter": ["counter_name", "counter_increase_value", "labelvalues"],
+        "set_gauge": ["gauge_name", "gauge_value", "labelvalues"], "is_empty": [], "to_dict": [],
+    },
+    "vllm.v1.kv_offload.base.OffloadingCounterMetadata": {"__init__": ["documentation", "labelnames"]},
+    "vllm.v1.kv_offload.base.OffloadingGaugeMetadata": {"__init__": ["documentation", "labelnames"]},
     f"{_OFFLOADING}.common.OffloadingWorkerMetadata": {"__init__": ["completed_jobs", "transfer_stats"]},
     "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorTransferResults": {
         "finished_recving": None, "failed_recving": None,

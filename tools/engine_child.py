@@ -63,6 +63,8 @@ class Child:
                 )
             case "counters":
                 return _counters()
+            case "metrics":
+                return _metrics()
             case "rpc":
                 return await self._engine.collective_rpc(command["method"], args=tuple(command.get("args", ())))
             case other:
@@ -117,6 +119,14 @@ def _counters() -> dict[str, float]:
                     key = f"{metric.name}{{{metric.labels[label]}}}"
                     found[key] = found.get(key, 0) + metric.value
     return found
+
+
+def _metrics() -> str:
+    """Return what vLLM's `/metrics` would answer."""
+    from prometheus_client import generate_latest
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+    return generate_latest(get_prometheus_registry()).decode()
 
 
 async def _main(settings: dict[str, Any], reply_fd: int) -> None:

@@ -216,6 +216,10 @@ class Engine:
         """Return the engine's Prometheus counters and gauges by name."""
         return dict(self._ask("counters"))
 
+    def metrics(self) -> str:
+        """Return what the engine's `/metrics` would answer, in Prometheus' text format."""
+        return str(self._ask("metrics"))
+
     def external_tokens(self) -> int:
         """Return how many prompt tokens the connector has supplied since the start."""
         return int(self.counters().get("vllm:external_prefix_cache_hits", 0))

@@ -197,6 +197,10 @@ class SchedulerClient:
         """Return the latest state of each device that the pool told."""
         return self._devices
 
+    def counters(self) -> dict[str, int]:
+        """Return what lookups and announcements came to, since the start."""
+        return self._table.statistics()
+
     def facts(self) -> dict[str, str | int | float | bool]:
         """Return what this client tells about itself for health."""
         return {

@@ -359,6 +359,20 @@ class ObjectTable:
         waiting = sum((len(lane.queued) + lane.places) * lane.pool.slot_bytes for lane in lanes)
         return waiting + self._drive.reads * max((lane.pool.slot_bytes for lane in lanes), default=0)
 
+    def bytes_now(self) -> tuple[int, int, int, int, int, int]:
+        """
+        Return bytes of staging: granted, of whole objects, of those pinned, kept for waiting requests.
+
+        And of payload since the start: read, published.
+        """
+        total = resident = pinned = admitted = 0
+        for pool in self.pools.values():
+            total += pool.total * pool.slot_bytes
+            resident += pool.resident * pool.slot_bytes
+            pinned += pool.pinned * pool.slot_bytes
+            admitted += pool.admitted * pool.slot_bytes
+        return total, resident, pinned, admitted, self._counts["read_bytes"], self._counts["write_bytes"]
+
     def statistics(self) -> dict[str, int]:
         """Return counters since the start, and what is waiting, in flight and in which state now."""
         states: Counter[SlotState] = Counter()

@@ -89,7 +89,7 @@ class Residency:
         if slot.unread:
             self.counts["preload_hits"] += 1
             slot.unread = False
-        slot.pins += 1
+        slot.pin()
         slot.uses += 1
         if slot.loose:
             self._recount(slot)
@@ -98,7 +98,7 @@ class Residency:
 
     def unpin(self, slot: Slot) -> None:
         """A client ended its copy out of *slot*."""
-        slot.pins -= 1
+        slot.unpin()
         self.settle(slot)
 
     def release_hold(self, slot: Slot, *, lost: bool) -> None:
@@ -214,7 +214,7 @@ class Residency:
         if slot.state is SlotState.FILLING:
             slot.step(SlotStep.ABANDON)
         else:
-            slot.pins -= 1
+            slot.unpin()
             self.settle(slot)
 
     def exorcise(self, client: Client) -> None:

@@ -145,6 +145,10 @@ class Slot:
         new = TRANSITIONS.get((self.state, step))
         if new is None:
             unreachable("no such slot transition", slot=self.ref, state=self.state.value, step=step.value)
+        if new is SlotState.RESIDENT:
+            self.pool.resident += 1
+        elif self.state is SlotState.RESIDENT:
+            self.pool.resident -= 1
         self.state = new
         if new is SlotState.FREE:
             invariant(self.pins == 0, "a pinned slot became free", slot=self.ref, pins=self.pins)
@@ -161,6 +165,18 @@ class Slot:
     def pool(self) -> "SlotPool":
         """The pool of the slot's size."""
         return self.home.pool
+
+    def pin(self) -> None:
+        """One more client copies from it."""
+        if not self.pins:
+            self.pool.pinned += 1
+        self.pins += 1
+
+    def unpin(self) -> None:
+        """One client less copies from it."""
+        self.pins -= 1
+        if not self.pins:
+            self.pool.pinned -= 1
 
 
 @dataclass(slots=True, eq=False)
@@ -180,6 +196,7 @@ class SlotPool:
         loose: Landed ones that nobody else uses, in segments that are not recalled.
         saved: Free slots that loads leave for a store now, so that stores are not starved.
         wanted: Opened reads that wait for a slot of this size.
+        resident, pinned: Slots in that state, and of them those with a pin, also those of recalled segments.
         engines: Clients attached per engine that use this size.
         emptied: Recalled segments whose last slot became free, of all sizes; the table returns them.
     """
@@ -197,6 +214,8 @@ class SlotPool:
     loose: int = 0
     saved: int = 0
     wanted: int = 0
+    resident: int = 0
+    pinned: int = 0
     engines: dict[str, int] = field(default_factory=dict)
 
     def add_segment(self, segment: int, slot_count: int) -> Segment:
@@ -289,7 +308,7 @@ class SlotPool:
         """Check that counts and lists agree with the slots' states."""
         free = {id(slot) for slot in self.free}
         invariant(len(free) == len(self.free), "a slot is twice in the free list", slot_bytes=self.slot_bytes)
-        total = store_held = free_seen = cached = loose = 0
+        total = store_held = free_seen = cached = loose = resident = pinned = 0
         for home in self.segments.values():
             in_use = 0
             for slot in home.slots:
@@ -297,6 +316,8 @@ class SlotPool:
                 store_held += slot.by_store
                 cached += slot.cached
                 loose += slot.loose
+                resident += slot.state is SlotState.RESIDENT
+                pinned += slot.pins > 0
                 free_seen += id(slot) in free
                 _validate_slot(slot, listed=id(slot) in free)
             invariant(home.in_use == in_use, "segment miscounts its used slots", segment=home.segment)
@@ -309,6 +330,8 @@ class SlotPool:
         invariant(self.admitted <= self.above_floor(), "preloads are in the floor", admitted=self.admitted)
         invariant(len(self.free) >= self.reserved, "a reserved slot is not free", reserved=self.reserved)
         invariant(self.loose == loose, "pool miscounts its loose slots", loose=self.loose, counted=loose)
+        counted = (resident, pinned)
+        invariant((self.resident, self.pinned) == counted, "pool miscounts its residents", counted=counted)
         if self.cache is not None:
             self.cache.validate()
 

@@ -55,6 +55,8 @@ Facts = dict[str, str | int | float | bool]
 #: The state of the device is told at most this often, and when speed or backlog moved by this much.
 STATE_INTERVAL_NS = 50_000_000
 STATE_CHANGE = 0.1
+#: What its staging holds, and what it has read and written, is told this often: people look at it.
+BYTES_INTERVAL_NS = 1_000_000_000
 #: Words of an engine's mode that say that it is not the best one.
 FALLBACKS = ("threads", "plain buffers", "buffered")
 #: Set by tests only: what goes wrong on purpose (`io/faults.py`).
@@ -114,6 +116,7 @@ class IoWorker:
         #: (healthy, storing) as the table knows them.
         self._device_told = (True, True)
         self._state_told = (0.0, 0, True, 0)
+        self._bytes_told = (0,) * 6
         #: When the state is to be told, as of the end of the last pass.
         self._state_due: int | None = None
         self._draining = False
@@ -517,7 +520,9 @@ class IoWorker:
         moved = abs(now_speed - speed) > STATE_CHANGE * max(speed, 1.0) or (
             abs(now_backlog - backlog) > STATE_CHANGE * max(backlog, 1)
         )
-        return told_ns + STATE_INTERVAL_NS if moved else None
+        if moved:
+            return told_ns + STATE_INTERVAL_NS
+        return told_ns + BYTES_INTERVAL_NS if self._table.bytes_now() != self._bytes_told else None
 
     def _tell_state(self) -> None:
         due = self._state_due = self._state_due_ns()
@@ -528,8 +533,18 @@ class IoWorker:
         speed, backlog = self._reads.bytes_per_s, self._backlog_bytes()
         healthy = self._table.healthy
         self._state_told = (speed, backlog, healthy, now_ns)
+        self._bytes_told = staging, resident, pinned, staged, read, written = self._table.bytes_now()
         state = wire.DeviceState(
-            device=self._setup.device, healthy=healthy, read_bytes_per_s=speed, backlog_bytes=backlog
+            device=self._setup.device,
+            healthy=healthy,
+            read_bytes_per_s=speed,
+            backlog_bytes=backlog,
+            staging_bytes=staging,
+            resident_bytes=resident,
+            pinned_bytes=pinned,
+            staged_bytes=staged,
+            read_bytes=read,
+            written_bytes=written,
         )
         self._send_control(wire.WorkerState(state=state))
 

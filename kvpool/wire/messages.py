@@ -244,12 +244,27 @@ class StoresEnded(Message):
 
 
 class DeviceState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a scheduler must know of a device: measured speed (0: not measured), queued bytes, health."""
+    """
+    What a scheduler must know of a device: measured speed (0: not measured), queued bytes, health.
+
+    Attributes:
+        staging_bytes: Staging that its worker has; of it
+        resident_bytes: hold a whole object,
+        pinned_bytes: hold one that a rank copies from,
+        staged_bytes: are kept for waiting requests, read already or not.
+        read_bytes, written_bytes: Payload read from and published on the device since its worker's start.
+    """
 
     device: int
     healthy: bool
     read_bytes_per_s: float
     backlog_bytes: int
+    staging_bytes: int = 0
+    resident_bytes: int = 0
+    pinned_bytes: int = 0
+    staged_bytes: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
 
 
 class DevicesChanged(Message):

@@ -12,7 +12,9 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_o
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvpool.client.scheduler import Hit, Later, Lookup, Miss
+from kvpool.wire.messages import GroupSpec, NamespaceSpec
 from kvpool_vllm.manager import KvPoolManager
+from kvpool_vllm.metrics import PoolMetrics
 from kvpool_vllm.transfer_specs import KvPoolLoadSpec, KvPoolStoreSpec
 
 CHUNK = 256
@@ -64,6 +66,15 @@ def key_of(index: int, group: int = 0) -> OffloadKey:
     return make_offload_key(bytes([index]) * 32, group)
 
 
+def metrics() -> PoolMetrics:
+    groups = [GroupSpec(group=0, object_bytes=1000)]
+    namespace = NamespaceSpec(
+        fingerprint="f", model_name="m", block_size=128, blocks_per_file=2, tp=2, pp=1, pcp=1, dtype="d", rank_count=2,
+        groups=groups, identity={},
+    )  # fmt: skip
+    return PoolMetrics(namespace, {0: CHUNK})
+
+
 def context_of(request: str = "r", *, keys: int = 4) -> ReqContext:
     context = ReqContext(req_id=request)
     for index in range(keys):
@@ -78,7 +89,7 @@ def pool() -> FakePool:
 
 @pytest.fixture
 def manager(pool: FakePool) -> KvPoolManager:
-    made = KvPoolManager(pool, fingerprint="f", chunk_tokens={0: CHUNK})  # type: ignore[arg-type]
+    made = KvPoolManager(pool, fingerprint="f", chunk_tokens={0: CHUNK}, metrics=metrics())  # type: ignore[arg-type]
     made.on_new_request(context_of())
     made.announce("r", [key_of(index) for index in range(4)], priority=3)
     return made
@@ -130,7 +141,7 @@ def test_a_load_carries_the_device_of_each_key(manager: KvPoolManager, pool: Fak
     for index in range(2):
         manager.lookup(key_of(index), context_of())
     spec = manager.prepare_load([key_of(0), key_of(1)], context_of())
-    assert KvPoolLoadSpec("r", "f", 0, (key_of(0), key_of(1)), (2, 1)) == spec
+    assert KvPoolLoadSpec("r", "f", 0, (key_of(0), key_of(1)), (2, 1), bytes([1, 0])) == spec
     assert {1: [key_of(1)]} == manager.missing_keys("r", [key_of(0), key_of(1)])
 
 
@@ -233,7 +244,8 @@ def test_a_reset_with_blocks_in_use_stops_loads_and_stores_until_one_without(
 
 @pytest.mark.parametrize(("loads", "stores"), [(True, False), (False, True)])
 def test_a_role_that_only_loads_or_only_stores_does_just_that(pool: FakePool, loads: bool, stores: bool) -> None:
-    manager = KvPoolManager(pool, fingerprint="f", chunk_tokens={0: CHUNK}, loads=loads, stores=stores)  # type: ignore[arg-type]
+    told = metrics()
+    manager = KvPoolManager(pool, fingerprint="f", chunk_tokens={0: CHUNK}, metrics=told, loads=loads, stores=stores)  # type: ignore[arg-type]
     manager.on_new_request(context_of())
     pool.known = {key_of(0): Hit(0, True)}
     assert loads == (manager.lookup(key_of(0), context_of()) is LookupResult.HIT)

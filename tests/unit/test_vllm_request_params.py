@@ -16,7 +16,7 @@ from kvpool.client.scheduler import Hit
 from kvpool_vllm import request_params
 from kvpool_vllm.manager import KvPoolManager
 from kvpool_vllm.request_params import RequestParams, read_params
-from tests.unit.test_vllm_manager import CHUNK, FakePool, context_of, key_of, stored_keys
+from tests.unit.test_vllm_manager import CHUNK, FakePool, context_of, key_of, metrics, stored_keys
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -66,7 +66,7 @@ def test_what_is_not_understood_means_neither_load_nor_store_and_is_said_once(
 )
 def test_a_request_is_loaded_and_stored_as_it_says(given: dict[str, Any], loads: bool, stores: bool) -> None:
     pool = FakePool()
-    manager = KvPoolManager(pool, fingerprint="f", chunk_tokens={0: CHUNK})  # type: ignore[arg-type]
+    manager = KvPoolManager(pool, fingerprint="f", chunk_tokens={0: CHUNK}, metrics=metrics())  # type: ignore[arg-type]
     context = context_of()
     manager.on_new_request(ReqContext(req_id="r", kv_transfer_params=given))
     pool.known = {key_of(0): Hit(0, True)}

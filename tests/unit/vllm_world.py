@@ -54,7 +54,8 @@ class FakePool:
         self.withdrawn: list[str] = []
         #: Requests that wait for what is read ahead, as told.
         self.waiting: set[str] = set()
-        self.lookups = 0
+        self.lookups = self.misses = 0
+        self.devices = ["nvme0", "nvme1"]
         self.states: dict[int, DeviceState] = {}
         self.on_wait: Any = None
         self.more_facts: Any = dict
@@ -111,6 +112,9 @@ class FakePool:
 
     def request_cut(self, request: str) -> bool:
         return False
+
+    def counters(self) -> dict[str, int]:
+        return {"lookups_hit": 0, "missed_absent": self.misses}
 
     def device_states(self) -> dict[int, DeviceState]:
         return self.states
@@ -218,6 +222,7 @@ class World:
         *,
         loaded: dict[int, str] | None = None,
         failed: dict[int, set[bytes]] | None = None,
+        counted: dict[tuple[bool, int, bool, int, int], int] | None = None,
         invalid: set[int] | None = None,
         failed_requests: set[str] | None = None,
         stored: tuple[int, ...] = (),
@@ -228,7 +233,9 @@ class World:
         done = dict.fromkeys([*(loaded or {}), *stored], 1)
         kv = KVConnectorOutput(
             finished_recving=set((loaded or {}).values()) or None,
-            kv_connector_worker_meta=KvPoolWorkerMetadata(done, failed_loads=failed or {}) if done else None,
+            kv_connector_worker_meta=KvPoolWorkerMetadata(done, failed_loads=failed or {}, counted=counted or {})
+            if done
+            else None,
             invalid_block_ids=invalid or set(),
             failed_recving=failed_requests or set(),
         )
