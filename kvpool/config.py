@@ -174,6 +174,17 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             86400,
         ),
     ] = 60.0
+    load_patience_s: Annotated[
+        float,
+        Rule(
+            "Loads that wait for staging, and got none for so long, take it from what is kept for the waiting request that "
+            "is last in order, all of that.",
+            "",
+            "seconds",
+            0.001,
+            60,
+        ),
+    ] = 0.02
     staging_cache: Annotated[
         str,
         Rule(

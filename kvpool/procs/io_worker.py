@@ -647,6 +647,7 @@ def _table_settings(device: int, settings: config.Settings) -> events.TableSetti
         writes_inflight_beside_loads=mine.writes_beside_loads,
         client_share=pool.client_share,
         staging_cache=pool.staging_cache,
+        load_patience_ns=int(pool.load_patience_s * 1e9),
         load_deadline_ns=int(pool.load_deadline_s * 1e9),
         store_deadline_ns=int(pool.store_deadline_s * 1e9),
         fill_deadline_ns=int(pool.fill_deadline_s * 1e9),

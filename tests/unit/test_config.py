@@ -12,6 +12,7 @@ from kvpool.config import GIB, MIB, DeviceSettings, PoolSettings, Settings, load
 from kvpool.config_connector import settings_from_connector
 from kvpool.errors import ConfigError
 from kvpool.io.channel import PATH_BYTES_MAX
+from kvpool.procs.io_worker import _table_settings
 
 DEVICE = '[[device]]\nname = "a"\npath = "/mnt/a"\n'
 
@@ -322,3 +323,15 @@ def test_a_toml_file_wins_and_says_what_it_overrides(tmp_path: Path, caplog: pyt
     assert "iodepth" in caplog.text
     with pytest.raises(ConfigError, match="unknown key"):
         settings_from_connector({"kvpool_config": str(file), "iodpth": 4})
+
+
+def test_every_time_limit_of_the_object_table_is_the_settings_one() -> None:
+    written = {"load_deadline_s": 7, "load_patience_s": 0.5, "store_deadline_s": 3, "fill_deadline_s": 4}
+    lines = "".join(f"{key} = {value}\n" for key, value in written.items())
+    found = _table_settings(0, parse_settings(f"[pool]\n{lines}operation_deadline_s = 5\n{DEVICE}", file="pool.toml"))
+    expected = (7.0, 0.5, 3.0, 4.0, 5.0)
+    got = (
+        found.load_deadline_ns, found.load_patience_ns, found.store_deadline_ns, found.fill_deadline_ns,
+        found.op_deadline_ns,
+    )  # fmt: skip
+    assert expected == tuple(value / 1e9 for value in got)
