@@ -177,8 +177,8 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     load_patience_s: Annotated[
         float,
         Rule(
-            "Loads that wait for staging, and got none for so long, take it from what is kept for the waiting request that "
-            "is last in order, all of that.",
+            "Loads that wait for staging, and got none for so long, take it from what is kept for the waiting request "
+            "that is last in order, all of that.",
             "",
             "seconds",
             0.001,
