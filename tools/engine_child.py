@@ -70,7 +70,9 @@ class Child:
             case other:
                 raise ValueError(f"no such command: {other}")
 
-    async def _run(self, name: str, prompt: list[int], max_tokens: int, extra: dict[str, Any] | None = None) -> None:
+    async def _run(
+        self, name: str, prompt: list[int], max_tokens: int, extra: dict[str, Any] | None = None, priority: int = 0
+    ) -> None:
         """Run one request to its end and report it; *extra* goes to SamplingParams."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -85,7 +87,7 @@ class Child:
         )
         started, first, stamps, output = time.monotonic(), None, [], None
         try:
-            async for output in self._engine.generate({"prompt_token_ids": prompt}, params, name):
+            async for output in self._engine.generate({"prompt_token_ids": prompt}, params, name, priority=priority):
                 stamps.append(time.monotonic())
                 if first is None and output.outputs[0].token_ids:
                     first = stamps[-1] - started

@@ -166,12 +166,23 @@ class Engine:
         self.submit_all({name: prompt}, max_tokens, transfer=transfer)
 
     def submit_all(
-        self, prompts: Mapping[str, Sequence[int]], max_tokens: int = 8, *, transfer: dict[str, Any] | None = None
+        self,
+        prompts: Mapping[str, Sequence[int]],
+        max_tokens: int = 8,
+        *,
+        transfer: dict[str, Any] | None = None,
+        priorities: Mapping[str, int] | None = None,
     ) -> None:
-        """Start several requests with one command, in order."""
+        """Start several requests with one command, in order; *priorities* where the engine schedules by them."""
         extra = {"extra_args": {"kv_transfer_params": transfer}} if transfer else None
         requests = [
-            {"name": name, "prompt": list(prompt), "max_tokens": max_tokens, "extra": extra}
+            {
+                "name": name,
+                "prompt": list(prompt),
+                "max_tokens": max_tokens,
+                "extra": extra,
+                "priority": (priorities or {}).get(name, 0),
+            }
             for name, prompt in prompts.items()
         ]
         for name in prompts:

@@ -125,6 +125,7 @@ class Loads:
         slot = self.residency.objects.get(waiter.object)
         if slot is not None:
             if self.count(waiter):
+                self.counts["loads_resident"] += 1
                 self.serve(waiter, slot)
             return
         read = self.reads.get(waiter.object)

@@ -68,7 +68,8 @@ from kvpool.errors import Code, ProtocolError, invariant, unreachable
 
 #: Counters that statistics() always has; `loads_failed_<code>` come beside them when they happen.
 COUNTERS = (
-    "loads_wanted", "loads_ready", "loads_failed", "loads_parked", "reads", "read_bytes", "read_errors", "corrupt",
+    "loads_wanted", "loads_ready", "loads_resident", "loads_failed", "loads_parked", "reads", "read_bytes",
+    "read_errors", "corrupt",
     "stores_wanted", "keys_granted", "keys_existing", "keys_dropped", "keys_filled", "keys_stored", "keys_lost",
     "keys_removed", "fills_late", "writes", "write_bytes", "write_errors", "writes_no_space", "ops_late",
     "foreign_ranks_found", "cache_hits", "cache_evictions", "evicted_before_use",
@@ -382,6 +383,7 @@ class ObjectTable:
         return {
             **self._counts,
             **{f"slots_{state.value}": states[state] for state in SlotState},
+            "slots_pinned": sum(pool.pinned for pool in self.pools.values()),
             "slots_cached": sum(pool.cached() for pool in self.pools.values()),
             "slots_reserved": sum(pool.reserved for pool in self.pools.values()),
             "slots_admitted": sum(pool.admitted for pool in self.pools.values()),

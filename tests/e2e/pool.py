@@ -179,6 +179,10 @@ class Pool:
         """Return health's rows, one a process."""
         return list(admin.health(str(self.run_dir)).rows)
 
+    def fact(self, name: str) -> int:
+        """Return a number of health's line of the whole pool; 0 where it is not told."""
+        return int(admin.health(str(self.run_dir)).pool.get(name, 0))
+
     def workers(self) -> list[facts.Facts]:
         """Return health's rows of the I/O workers."""
         return [row for row in self.rows() if row.get(facts.ROLE) == facts.IO_WORKER]
