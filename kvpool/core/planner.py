@@ -164,19 +164,20 @@ class Planner:
         priced = profile.priced(prices)
         expired = bool(past.deadline_ns) and now_ns >= past.deadline_ns
         arrived = _arrivals(ask, priced, load, expired=expired)
-        times = np.maximum(arrived, load.gpu_s) + priced.rest
-        costs = times + behind * (priced.rest + priced.drains) if behind else times
+        costs = np.maximum(arrived, load.gpu_s)
+        costs += priced.charges(behind)
         if profile.forbidden is not None:
             costs = np.where(profile.forbidden, np.inf, costs)
         best = _keep(costs, past.chunks - profile.first if past.chunks >= 0 else -1)
         past.chunks = best + profile.first
-        gpu_before_s = load.gpu_s
-        load.gpu_s += float(priced.rest[best])
+        gpu_before_s, rest_s = load.gpu_s, float(priced.rest[best])
+        recompute_s = max(float(arrived[0]), gpu_before_s) + float(priced.rest[0])
+        load.gpu_s += rest_s
         if not best:
-            return Verdict(Kind.DECLINE, 0, COMPUTE, load_s=float(times[0]), recompute_s=float(times[0]))
+            return Verdict(Kind.DECLINE, 0, COMPUTE, load_s=recompute_s, recompute_s=recompute_s)
         reads_s = _queue(profile, priced, best, load)
         wait_s, chunks = float(arrived[best]), past.chunks
-        figures = (wait_s, float(times[best]), float(times[0]))
+        figures = (wait_s, max(wait_s, gpu_before_s) + rest_s, recompute_s)
         stored_later = best >= profile.storing_from
         gains = load.blocks_scarce or gpu_before_s >= wait_s
         if not expired and (stored_later or (ask.preloading and reads_s > SOON_S and gains)):
@@ -202,16 +203,14 @@ class Planner:
 
 def _arrivals(ask: Ask, priced: Priced, load: Load, *, expired: bool) -> Floats:
     """Return when the bytes of a load of i chunks are on the GPU; past its deadline a request waits for no store."""
-    arrived: Floats = priced.copy
-    devices = ask.profile.devices
-    if len(devices) == 1:
-        arrived = np.maximum(arrived, priced.reads[0] + load.drives_s[devices[0]])
-    elif devices:
-        backlog = np.array([[load.drives_s[device]] for device in devices])
-        arrived = np.maximum(arrived, (priced.reads + backlog).max(axis=0))
+    arrived: Floats
+    if ask.profile.devices:
+        before = np.array([*map(load.drives_s.__getitem__, ask.profile.devices), 0.0])
+        arrived = np.maximum.reduce(priced.brings + before[:, None])
+    else:
+        arrived = priced.brings[0].copy()
     first = ask.profile.storing_from
     if first < len(arrived):
-        arrived = arrived.copy()
         arrived[first:] = np.inf if expired else np.maximum(arrived[first:], ask.storing_s)
     return arrived
 
@@ -227,7 +226,7 @@ def _keep(costs: Floats, kept: int) -> int:
 def _queue(profile: Profile, priced: Priced, best: int, load: Load) -> float:
     """Add the reads of the way taken to the devices' queues; return the longest of them."""
     longest_s = 0.0
-    for device, read_s in zip(profile.devices, priced.reads[:, best].tolist(), strict=True):
+    for device, read_s in zip(profile.devices, priced.brings[:-1, best].tolist(), strict=True):
         if read_s > 0:
             load.drives_s[device] += read_s
             longest_s = max(longest_s, read_s)

@@ -20,7 +20,7 @@ from kvpool.core.prices import Prices
 
 __all__ = ["RESIDENT", "STORING", "Counts", "Priced", "Profile"]
 
-Counts = NDArray[np.int64]
+Counts = NDArray[np.intp]
 
 
 class Profile:
@@ -40,12 +40,13 @@ class Profile:
         devices: Those that have any of it.
         counts: (devices, i): chunks to read from each for a load of i chunks, i from 0 on.
         storing_from: The least i that takes a chunk which is still being stored.
+        most: Chunks that the device with most of them has.
         forbidden: Where i is not to be chosen; None: nowhere.
     """
 
     __slots__ = (
-        "_priced", "_version", "chunks", "counts", "devices", "first", "forbidden", "local_tokens", "storing_from",
-        "tokens",
+        "_priced", "_version", "chunks", "counts", "devices", "first", "forbidden", "local_tokens", "most",
+        "storing_from", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -61,14 +62,16 @@ class Profile:
         self.chunks = len(places)
         self.first = min(local_tokens // chunk_tokens, self.chunks)
         found = np.asarray(places, dtype=np.int16)[self.first :]
-        self.devices: list[int] = np.flatnonzero(np.bincount(found + 2)[2:]).tolist() if len(found) else []
-        self.counts: Counts = np.zeros((len(self.devices), len(found) + 1), dtype=np.int64)
+        # Chunks by place, from STORING on: nothing is done for places that no chunk is at.
+        held = np.bincount(found + 2).tolist() if len(found) else []
+        self.devices: list[int] = [place for place, count in enumerate(held[2:]) if count]
+        self.counts: Counts = np.zeros((len(self.devices), len(found) + 1), dtype=np.intp)
+        self.most: int = max(held[2:], default=0)
         if self.devices:
             lies_there = found == np.array(self.devices, dtype=np.int16)[:, None]
-            np.cumsum(lies_there, axis=1, out=self.counts[:, 1:])
-        storing = int((found == STORING).argmax()) if len(found) else 0
-        stores = len(found) > 0 and bool(found[storing] == STORING)
-        self.storing_from = storing + 1 if stores else len(found) + 1
+            lies_there.cumsum(axis=1, out=self.counts[:, 1:])
+        stores = bool(held and held[0])
+        self.storing_from = int((found == STORING).argmax()) + 1 if stores else len(found) + 1
         self.forbidden: NDArray[np.bool_] | None = None
         if cuts is not None:
             self.forbidden = np.ones(len(found) + 1, dtype=np.bool_)
@@ -98,12 +101,12 @@ class Priced:
 
     Attributes:
         rest: GPU seconds that are left to compute; of no load everything that is not on the GPU.
-        copy: Bringing the chunks to the GPU.
-        reads: (devices, i): seconds of reading; -inf where nothing is read, so that its backlog does not count.
-        drains: Seconds of reading of all devices together.
+        brings: (devices + 1, i): seconds of reading from each device, -inf where nothing is read, so that its backlog
+            does not count; in the last row, of bringing the chunks to the GPU.
+        shared: Seconds of the GPU and of all devices together: what others wait for meanwhile.
     """
 
-    __slots__ = ("_prices", "_tables", "_unread", "copy", "drains", "reads", "rest")
+    __slots__ = ("_behind", "_charges", "_prices", "_tables", "_unread", "brings", "rest", "shared")
 
     def __init__(self, profile: Profile, prices: Prices) -> None:
         self._look_up(profile, prices)
@@ -111,11 +114,10 @@ class Priced:
 
     def _look_up(self, profile: Profile, prices: Prices) -> None:
         count = profile.chunks - profile.first + 1
-        striped = profile.counts * prices.device_count
-        most = int(striped.max()) if striped.size else 0
-        f, g_mem, g_ssd = prices.tables(max(profile.chunks, most))
+        striped = prices.device_count
+        f, g_mem, g_ssd = prices.tables(max(profile.chunks, profile.most * striped))
         self._prices = prices
-        self._tables = f[profile.first : profile.chunks + 1], g_mem[:count], g_ssd[striped]
+        self._tables = f[profile.first : profile.chunks + 1], g_mem[:count], g_ssd[::striped].take(profile.counts)
         self._unread = profile.counts == 0
 
     def scale(self, profile: Profile, prices: Prices) -> None:
@@ -124,10 +126,23 @@ class Priced:
             self._look_up(profile, prices)
         f, g_mem, g_ssd = self._tables
         scales = prices.scales
-        whole = prices.prefill(0, profile.tokens) + prices.floor
-        self.rest: Floats = whole - f * scales.prefill
+        self.rest: Floats = f * -scales.prefill
+        self.rest += prices.prefill(0, profile.tokens) + prices.floor
         self.rest[0] = prices.prefill(profile.local_tokens, profile.tokens)
-        self.copy: Floats = g_mem * scales.copy
-        self.reads: Floats = g_ssd * np.array([scales.drives[device] for device in profile.devices])[:, None]
-        self.drains: Floats = self.reads.sum(axis=0) if profile.devices else np.zeros(len(f))
-        self.reads[self._unread] = -np.inf
+        self.brings: Floats = np.empty((len(profile.devices) + 1, len(f)))
+        np.multiply(g_mem, scales.copy, out=self.brings[-1])
+        self.shared: Floats = self.rest
+        if profile.devices:
+            reads = self.brings[:-1]
+            np.multiply(g_ssd, np.array([scales.drives[device] for device in profile.devices])[:, None], out=reads)
+            self.shared = np.add.reduce(reads)
+            self.shared += self.rest
+            np.putmask(reads, self._unread, -np.inf)
+        self._behind, self._charges = 0, self.rest
+
+    def charges(self, behind: int) -> Floats:
+        """Return the seconds from the bytes' arrival on, with those of *behind* others; kept until these change."""
+        if behind != self._behind:
+            self._behind, self._charges = behind, self.shared * behind
+            self._charges += self.rest
+        return self._charges

@@ -29,8 +29,8 @@ SEATS = 2
 GPU_BLOCKS = 18
 #: Bytes of a chunk of the tiny model in float32.
 OBJECT_BYTES = CHUNK * 4 * 2 * 4 * 32 * 4
-#: A stored prompt takes 2.5 s to read.
-SLOW = {"read_bytes_per_s": 2 << 20}
+#: A stored prompt takes 1.25 s to read.
+SLOW = {"read_bytes_per_s": 4 << 20}
 
 
 @contextmanager
