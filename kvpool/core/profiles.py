@@ -68,8 +68,9 @@ class Profile:
         self.counts: Counts = np.zeros((len(self.devices), len(found) + 1), dtype=np.intp)
         self.most: int = max(held[2:], default=0)
         if self.devices:
-            lies_there = found == np.array(self.devices, dtype=np.int16)[:, None]
-            lies_there.cumsum(axis=1, out=self.counts[:, 1:])
+            counts = self.counts[:, 1:]
+            np.equal(found, np.array(self.devices, dtype=np.int16)[:, None], out=counts, casting="unsafe")
+            np.add.accumulate(counts, axis=1, out=counts)
         stores = bool(held and held[0])
         self.storing_from = int((found == STORING).argmax()) + 1 if stores else len(found) + 1
         self.forbidden: NDArray[np.bool_] | None = None

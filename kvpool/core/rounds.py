@@ -17,7 +17,7 @@ from kvpool.core.prices import Prices
 #: A round begins at most this often.
 EVERY_NS = 20_000_000
 #: Requests decided in one step. 64 requests of 128 k tokens: `tools/planner_bench.py`.
-ASKS_PER_STEP = 4
+ASKS_PER_STEP = 3
 
 
 class Rounds:
