@@ -158,7 +158,7 @@ def test_metrics_say_what_was_served_and_from_where(scene: Queue) -> None:
         now = metrics(scene.engine)
         return [now.get((name, labels), 0) - before.get((name, labels), 0) for name in names]
 
-    wait_until(lambda: told() == expected, f"{expected}, not {told()}")
+    wait_until(lambda: told() == expected, f"tokens and bytes served from memory are {expected}")
     now = metrics(scene.engine)
     assert 0 < now["staging_bytes", (("device", "d0"),)] <= 256 << 20
     assert 1 == now["device_healthy", (("device", "d0"),)] == now["connected", ()]
