@@ -90,9 +90,13 @@ class Scene:
         self.start(faults=faults, **settings)
 
     def start(self, *, faults: dict[str, Any] | None = None, **settings: Any) -> None:
-        """Start the pool, and make the engine look for it: an idle scheduler does nothing, not even that."""
+        """Start the pool; return when the engine uses it."""
         self.pool.configure(**settings)
         self.pool.start(faults=faults)
+        self.wait_attached()
+
+    def wait_attached(self) -> None:
+        """Return when the engine uses the pool; it is kept busy: an idle scheduler does nothing, nor looks for one."""
 
         def attached() -> bool:
             self.engine.ask(tokens(0, 8), 1)
