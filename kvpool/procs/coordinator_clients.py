@@ -118,7 +118,7 @@ class Clients:
         self._listener = listener
         self._events = events
         self._namespaces = namespaces
-        self._greeting: set[_Greeting] = set()
+        self._greeting: dict[_Greeting, None] = {}  # in the order of their arrival
         self._next_number = 1
         self.attached: dict[int, Client] = {}
         #: Ranks that left and are not proven, by number.
@@ -164,7 +164,7 @@ class Clients:
             on_gone=lambda reason: self._gone(greeting, reason),
         )  # fmt: skip
         greeting = _Greeting(peer, uid, pid, time.monotonic_ns() + int(HELLO_S * 1e9))
-        self._greeting.add(greeting)
+        self._greeting[greeting] = None
         if uid != os.geteuid():
             self._refuse(greeting, ConfigError("the pool serves its own user only", uid=uid, pool_uid=os.geteuid()))
         elif len(self._greeting) > GREETING_MAX or len(self.attached) >= CLIENTS_MAX:
@@ -188,7 +188,7 @@ class Clients:
 
     def _refuse(self, greeting: _Greeting, error: KvpoolError) -> None:
         """Tell a peer why it is not served, and serve it no more."""
-        self._greeting.discard(greeting)
+        self._greeting.pop(greeting, None)
         self.refused_count += 1
         log.warning("refused a peer (pid %d, uid %d): %s", greeting.pid, greeting.uid, error)
         greeting.peer.send(Refused(code=error.code, message=error.message, context=error.context))
@@ -213,7 +213,7 @@ class Clients:
             return
         if client is None:
             return
-        self._greeting.discard(greeting)
+        self._greeting.pop(greeting, None)
         greeting.client = self.attached[client.number] = client
         if client.role != ADMIN:
             log.info("client %d attached: %s", client.number, client)
@@ -335,7 +335,7 @@ class Clients:
         client = greeting.client
         if client is None:
             if greeting in self._greeting:
-                self._greeting.discard(greeting)
+                self._greeting.pop(greeting, None)
                 self.refused_count += isinstance(reason, ProtocolError)
                 log.warning("dropped a peer before its Hello (pid %d): %s", greeting.pid, reason)
             self._set_timer()
