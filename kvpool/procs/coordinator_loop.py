@@ -6,7 +6,8 @@ timer set the loop sleeps without time-out. A *turn* is one return of epoll with
 `at_turn_end` callbacks run once after it, for what is worth doing once for many messages.
 
 Covers: waiting. Does not cover: what is waited for. A descriptor that a callback forgets is not
-called any more in the same turn, also when epoll had already reported it.
+called any more in the same turn, also when epoll had already reported it; and one that is watched
+in a turn is called from the next one on, since its number may have been another's in this one.
 """
 
 import contextlib
@@ -31,6 +32,7 @@ class Loop:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._callbacks: dict[int, FdCallback] = {}
+        self._watched_now: set[int] = set()
         self._timers: dict[str, tuple[int, Callback]] = {}
         self._soon: deque[Callback] = deque()
         self._turn_end: list[Callback] = []
@@ -48,6 +50,7 @@ class Loop:
         invariant(fd not in self._callbacks, "a descriptor is watched once", fd=fd)
         self._epoll.register(fd, events)
         self._callbacks[fd] = callback
+        self._watched_now.add(fd)
 
     def change(self, fd: int, events: int) -> None:
         """Watch *fd* for other events."""
@@ -100,9 +103,11 @@ class Loop:
     def run(self) -> int:
         """Run until `stop`; return its exit code."""
         while self._exit_code is None:
-            for fd, events in self._epoll.poll(self._timeout_s()):
+            reported = self._epoll.poll(self._timeout_s())
+            self._watched_now.clear()
+            for fd, events in reported:
                 callback = self._callbacks.get(fd)
-                if callback is not None:
+                if callback is not None and fd not in self._watched_now:
                     callback(events)
             self._run_due_timers()
             self._run_soon()

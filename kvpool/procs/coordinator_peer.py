@@ -79,7 +79,9 @@ class Peer:
             self._end(error)
 
     def close(self) -> None:
-        """Close without `on_gone`."""
+        """Close without `on_gone`. Once: afterwards the descriptor's number may be another peer's."""
+        if self.gone:
+            return
         self.gone = True
         self._loop.forget(self._fd)
         self._channel.close()
