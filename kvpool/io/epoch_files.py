@@ -10,8 +10,11 @@ Does not cover: what an epoch means (`core/epochs.py`), which folders are old (`
 import contextlib
 import os
 import re
+import time
 
 import msgspec
+
+from kvpool.io.files import LEFTOVER_AGE_S
 
 EPOCHS_NAME = "epochs"
 TRASH_NAME = "trash"
@@ -66,6 +69,14 @@ def keep_epoch(private: str, fingerprint: str, epoch: int) -> None:
     os.rename(temporary, f"{folder}/{fingerprint}.json")
     for made in (folder, private):
         _sync_directory(made)
+
+
+def remove_leftovers(private: str) -> None:
+    """Remove what was written beside and never put in place, by a process that was killed; errors are for the next."""
+    with contextlib.suppress(OSError), os.scandir(f"{private}/{EPOCHS_NAME}") as entries:
+        for entry in entries:
+            if entry.name.startswith(".") and time.time() - entry.stat().st_mtime > LEFTOVER_AGE_S:
+                os.unlink(entry.path)
 
 
 def discard(private: str, directory: str, name: str) -> bool:

@@ -708,7 +708,7 @@ def _tell_epochs(control: Channel, namespaces: Namespaces, device: config.Device
         ) from error  # fmt: skip
     for _, entries in split([wire.EpochEntry(fingerprint, epoch) for fingerprint, epoch in sorted(kept.items())]):
         control.send(wire.EpochsTold(entries=entries))
-    namespaces.epochs.sweep()
+    namespaces.epochs.begin()
 
 
 def _faults(device: str) -> Faults | None:

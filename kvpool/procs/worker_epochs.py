@@ -74,6 +74,11 @@ class WorkerEpochs:
                 return epoch_files.discard(self._files.private, os.path.dirname(path), base_of(found)[:8])
         return False
 
+    def begin(self) -> None:
+        """At the worker's start: remove what an earlier one left half done."""
+        epoch_files.remove_leftovers(self._files.private)
+        self.sweep()
+
     def sweep(self) -> None:
         """Empty the trash, in the background."""
         if not epoch_files.has_trash(self._files.private) or (self._sweeper and self._sweeper.poll() is None):

@@ -1,10 +1,14 @@
 """Epochs: what counts, who has to keep it, and that no object of one is an object of another."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from kvpool.core import layout
 from kvpool.core.epochs import EPOCH_OF, EpochBook, Raised, base_of, epoch_of, spec_of
 from kvpool.errors import InvariantError
+from kvpool.io import epoch_files
 from tests.unit.test_identities import spec
 
 F = "0" * 64
@@ -87,3 +91,14 @@ def test_numbers_only_rise(book: EpochBook) -> None:
     book.told(0, F, 2)
     with pytest.raises(InvariantError):
         book.raise_to(F, 2, [0])
+
+
+def test_a_number_half_kept_by_a_killed_worker_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    epoch_files.keep_epoch(str(tmp_path), "a" * 64, 3)
+    left, fresh = (tmp_path / "epochs" / f".{'a' * 64}-{pid}" for pid in (1, 2))
+    left.touch()
+    fresh.touch()  # another host's, at work
+    os.utime(left, (0, 0))
+    epoch_files.remove_leftovers(str(tmp_path))
+    assert (False, True) == (left.exists(), fresh.exists())
+    assert {"a" * 64: 3} == epoch_files.read_epochs(str(tmp_path))
