@@ -71,6 +71,7 @@ class SchedulerClient:
         #: When to attempt a connection, or, while greeting, to give it up.
         self._due_ns = 0
         self._trouble = ""
+        self._silence_said = False
         self._disabled = False
         #: The namespace's epoch that this engine's KV is of, -1 while unknown; and that it wants to leave it.
         self._epoch = -1
@@ -277,6 +278,16 @@ class SchedulerClient:
         if self._channel is not None and self._channel.wants_write:
             self._written(self._channel.flush)
         self._table.time_passed(now_ns=now_ns)
+        if self._table.silent != self._silence_said:
+            self._say_silence()
+
+    def _say_silence(self) -> None:
+        """Say once that the pool counts as gone although it is connected, and once that it is back."""
+        self._silence_said = self._table.silent
+        if self._silence_said:
+            log.warning("kvpool: the pool does not answer, everything is a miss until it does; %r", self.facts())
+        else:
+            log.info("kvpool: the pool answers again")
 
     def _await_news(self, timeout_s: float) -> None:
         if self._channel is not None:

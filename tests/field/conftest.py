@@ -4,12 +4,18 @@ import contextlib
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.process.worker_harness import WorkerProcess, mounted_disk
+from tests.unit.vllm_there import import_vllm
+
+if TYPE_CHECKING:
+    from tests.unit.vllm_world import World
 
 StartWorker = Callable[..., WorkerProcess]
+MakeWorld = Callable[..., "World"]
 
 
 @pytest.fixture
@@ -42,3 +48,20 @@ def start(tmp_path: Path) -> Iterator[StartWorker]:
             return worker
 
         yield start_worker
+
+
+@pytest.fixture
+def make_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeWorld:
+    """Make vLLM's scheduler over a pool that answers from a table: `make_world(blocks=…, groups=[…], extra={…})`."""
+    import_vllm()
+    from kvpool_vllm import spec  # noqa: PLC0415 - vLLM may be absent
+    from tests.unit import vllm_world  # noqa: PLC0415 - the same
+
+    monkeypatch.setattr(spec, "SchedulerClient", vllm_world.FakePool)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def made(*, groups: Any = None, blocks: int = 200, **changes: Any) -> "World":
+        config = vllm_world.vllm_config(tmp_path / "models", **changes)
+        return vllm_world.World(config, groups or [vllm_world.full_attention()], blocks=blocks)
+
+    return made
