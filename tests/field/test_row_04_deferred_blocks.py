@@ -42,20 +42,23 @@ def test_row_04_a_request_that_waits_for_the_drive_holds_no_block_and_others_run
     assert ["second"] == [spec.request for spec, _ in world.step().loads.values()]
 
 
-def test_row_04_loads_that_do_not_fit_beside_what_runs_leave_its_blocks_alone_and_all_requests_end(
+def test_row_04_a_load_that_does_not_fit_beside_what_runs_holds_nobody_up_and_all_requests_end(
     make_world: MakeWorld,
 ) -> None:
     world = make_world(blocks=34)
-    names = [f"request-{number}" for number in range(6)]
-    for name in names:
-        world.add(name, 1900, max_tokens=2)
+    names = ["first", "second", "third", "fourth"]
+    for name, tokens in zip(names, (1300, 1300, 1900, 1900), strict=True):
+        world.add(name, tokens, max_tokens=2)
         world.hit(name)
-    ended: set[str] = set()
-    for _ in range(60):
+    step = world.step()
+    assert ["first", "second"] == [spec.request for spec, _ in step.loads.values()]
+    names.append("short")
+    world.add("short", 500, max_tokens=2)
+    reported, step = step, world.step()
+    assert [0, 0] == [blocks_of(world, name) for name in ("third", "fourth")]
+    assert ["short"] == list(step.output.num_scheduled_tokens)
+    world.report(step, loaded={job: spec.request for job, (spec, _) in reported.loads.items()})
+    for _ in range(30):
         step = world.step()
-        for name in set(names) - ended:
-            holds = blocks_of(world, name)
-            assert holds == 0 or holds >= 14, "a request waits with a part of its blocks"
         world.report(step, loaded={job: spec.request for job, (spec, _) in step.loads.items()})
-        ended = {name for name in names if name not in world.scheduler.requests}
-    assert set(names) == ended
+    assert [] == [name for name in names if name in world.scheduler.requests]

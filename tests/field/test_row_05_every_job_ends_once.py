@@ -2,12 +2,12 @@
 
 # ruff: noqa: E402 - vLLM is imported, or the module skipped, before what needs it
 
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from kvpool.wire.messages import DeviceState
 from tests.field.conftest import MakeWorld
 from tests.process.fake_pool import FakePool
 from tests.process.test_rank_client import GatedCopier, Rank, wait_until
@@ -17,7 +17,7 @@ import_vllm()
 
 from vllm.v1.request import RequestStatus
 
-from tests.unit.vllm_world import CHUNK, full_attention, sliding_window
+from tests.unit.vllm_world import CHUNK, World, full_attention, sliding_window
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -67,47 +67,68 @@ def test_row_05_a_rank_reports_every_job_exactly_once_whatever_happens_to_it(
     pool.close()
 
 
+def unused_blocks(world: World) -> int:
+    return world.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+def run_out(world: World) -> None:
+    """Let the scheduler step, and every job end at once, until no request is left."""
+    for _ in range(200):
+        if not world.scheduler.requests:
+            break
+        step = world.step()
+        loaded = {job: spec.request for job, (spec, _) in step.loads.items()}
+        world.report(step, loaded=loaded, stored=tuple(step.stores))
+    assert {} == world.scheduler.requests
+    world.step()
+
+
 @pytest.mark.parametrize("hybrid", [False, True], ids=["one group", "hybrid"])
 @pytest.mark.parametrize("failed", [False, True], ids=["landed", "failed"])
-def test_row_05_a_request_aborted_during_its_load_ends_without_an_assertion_and_gives_its_blocks_back(
+def test_row_05_the_load_of_an_aborted_request_counts_until_its_job_has_ended_and_no_longer(
     make_world: MakeWorld, hybrid: bool, failed: bool
 ) -> None:
     world = make_world(groups=[full_attention(), sliding_window()] if hybrid else None)
-    unused = world.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    world.pool.states = {0: DeviceState(device=0, healthy=True, read_bytes_per_s=1.0, backlog_bytes=0)}
+    unused = unused_blocks(world)
     world.add("a", 5 * CHUNK + 10)
     world.hit("a")
     step = world.step()
     ((job, (spec, blocks)),) = step.loads.items()
     world.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-    world.add("b", CHUNK + 10, max_tokens=1)
+    world.add("b", 2 * CHUNK + 10, max_tokens=1)
+    world.hit("b")
+    assert {} == world.step().loads
     lost = {job: {spec.keys[0]}} if failed else {}
     broken = {} if not failed else {"failed_requests": {"a"}} if hybrid else {"invalid": set(blocks)}
     world.report(step, loaded={job: "a"}, failed=lost, **broken)  # type: ignore[arg-type]
-    deadline = time.monotonic() + 20
-    while world.scheduler.requests:
-        assert time.monotonic() < deadline
-        step = world.step()
-        world.report(step, stored=tuple(step.stores))
-    world.step()
-    assert unused == world.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    step = world.step()
+    assert ["b"] == [spec.request for spec, _ in step.loads.values()]
+    world.report(step, loaded=dict.fromkeys(step.loads, "b"))
+    run_out(world)
+    assert unused == unused_blocks(world)
     assert not world.connector.side.guard.broken
 
 
-@pytest.mark.parametrize("hybrid", [False, True], ids=["one group", "hybrid"])
-def test_row_05_a_request_preempted_while_it_is_stored_stores_and_runs_on(make_world: MakeWorld, hybrid: bool) -> None:
-    world = make_world(groups=[full_attention(), sliding_window()] if hybrid else None)
-    world.add("a", 3 * CHUNK + 10, max_tokens=2)
-    step = world.step()
-    stores = tuple(step.stores)
-    assert stores
-    world.report(step)
-    request = world.scheduler.requests["a"]
-    world.scheduler.running.remove(request)
-    world.scheduler._preempt_request(request, time.monotonic())
-    step = world.step()
-    world.report(step, stored=stores)
-    for _ in range(4):
+def test_row_05_a_request_preempted_while_it_is_stored_waits_again_and_all_blocks_come_back(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(blocks=26)
+    unused, pending = unused_blocks(world), set[int]()
+    for name in ("a", "b"):  # 12 blocks each, and room for one more: the next token but 35 preempts one of them
+        world.add(name, 1500, max_tokens=60)
+    preempted: set[str] = set()
+    for _ in range(60):
         step = world.step()
-        world.report(step, stored=tuple(step.stores))
-    assert "a" not in world.scheduler.requests
+        pending |= set(step.stores)
+        preempted |= set(step.output.preempted_req_ids or ())
+        if preempted:
+            break
+        world.report(step)
+    assert {"b"} == preempted
+    assert pending, "its stores are in flight"
+    assert "b" in world.pool.waiting
+    world.report(step, stored=tuple(pending))
+    run_out(world)
+    assert unused == unused_blocks(world)
     assert not world.connector.side.guard.broken
