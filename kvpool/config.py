@@ -211,6 +211,13 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             high=1.0,
         ),
     ] = 0.5
+    self_test: Annotated[
+        bool,
+        Rule(
+            "At its start each rank moves a pattern from device memory through staging to every device and back, in "
+            "the background, and compares it. Where other bytes come back, that rank neither stores nor loads."
+        ),
+    ] = True
     verify: Annotated[
         bool,
         Rule(

@@ -51,7 +51,7 @@ VLLM_KEYS = (
 )
 
 _DEVICE_KEYS = ("iodepth", "open_lookahead", "sync_on_store")
-_POOL_KEYS = ("enable_preload", "preload_lookahead_requests", "staging_cache")
+_POOL_KEYS = ("enable_preload", "preload_lookahead_requests", "staging_cache", "self_test")
 _STAGING_GIB_MAX = 1 << 20
 
 

@@ -30,6 +30,7 @@ from kvpool.wire.messages import NamespaceSpec
 from kvpool_vllm.copies_cpu import CpuCopier
 from kvpool_vllm.manager import KvPoolManager
 from kvpool_vllm.metrics import PoolMetrics, definitions
+from kvpool_vllm.round_trip import DeviceTrial
 from kvpool_vllm.worker import DeviceCopier, KvPoolWorker, layouts_of
 
 
@@ -109,6 +110,7 @@ class KvPoolOffloadingSpec(OffloadingSpec):
         given = self._given
         layers = [len(group.layer_names) for group in self.config.groups]
         layouts = layouts_of(kv_caches, given.namespace, blocks_per_chunk=self.blocks_per_chunk, layers=layers)
+        device = kv_caches.tensors[0].tensor.device
         copier = make_copier()
         client = RankClient(
             given.client,
@@ -116,6 +118,7 @@ class KvPoolOffloadingSpec(OffloadingSpec):
             engine=self.config.engine_id,
             rank=self.config.parallel.rank,
             copier=copier,
+            trial_memory=lambda: DeviceTrial(layouts[0], device),
         )
         return KvPoolWorker(layouts, fingerprint=given.namespace.fingerprint, copier=copier, client=client)
 

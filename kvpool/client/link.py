@@ -139,6 +139,11 @@ class PoolLink:
         return self._phase is _Phase.JOINED
 
     @property
+    def welcome(self) -> msg.Welcome | None:
+        """What the pool that has welcomed this rank said."""
+        return self._welcome
+
+    @property
     def epoch(self) -> int | None:
         """Epoch of the namespace in the pool that has welcomed this rank."""
         return self._welcome.epoch if self._welcome is not None else None

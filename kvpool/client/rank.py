@@ -22,14 +22,15 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import kvpool
 from kvpool.client.copier import Copier, Copy
 from kvpool.client.launch import ClientConfig
 from kvpool.client.link import PoolLink
+from kvpool.client.round_trip import FAILED, JOB_S, NOT_YET, OFF, Outcome, RoundTrip, TrialMemory
 from kvpool.client.segments import SegmentMapper
 from kvpool.core import rank_events as ev
 from kvpool.core.rank_jobs import RankJobs
@@ -97,6 +98,24 @@ class _Submission:
         return ev.JobKind.LOAD if self.request is None else ev.JobKind.STORE
 
 
+@dataclass(slots=True)
+class _Trial:
+    """
+    The round trip at start. Its jobs have negative numbers, and nobody takes their ends but it.
+
+    Attributes:
+        memory: Makes its memory; None once it has begun, or where there is none.
+        ends, moved: Ends of its jobs, and that there is one.
+    """
+
+    memory: Callable[[], TrialMemory] | None
+    outcome: Outcome
+    trip: RoundTrip | None = None
+    last_job: int = 0
+    ends: dict[int, JobEnded] = field(default_factory=dict)
+    moved: threading.Event = field(default_factory=threading.Event)
+
+
 class RankClient:
     """
     One rank's side of the pool. Starts its thread at once; connects, and starts a pool if need be, in the background.
@@ -107,10 +126,18 @@ class RankClient:
         engine: Identifies the engine; the same on all its ranks and its scheduler.
         rank: 0 .. namespace.rank_count - 1.
         copier: Moves the bytes; the client's from now on.
+        trial_memory: Makes the memory for the round trip at start; None: there is none.
     """
 
     def __init__(
-        self, config: ClientConfig, namespace: msg.NamespaceSpec, *, engine: str, rank: int, copier: Copier
+        self,
+        config: ClientConfig,
+        namespace: msg.NamespaceSpec,
+        *,
+        engine: str,
+        rank: int,
+        copier: Copier,
+        trial_memory: Callable[[], TrialMemory] | None = None,
     ) -> None:
         self._config = config
         self._namespace = namespace
@@ -130,6 +157,7 @@ class RankClient:
         self._pending: deque[ev.Event] = deque()
         self._feeding = False
         self._jobs: dict[int, _Submission] = {}
+        self._trial = _Trial(trial_memory, outcome=Outcome(OFF if trial_memory is None else NOT_YET))
         #: Launched batches: the table's ticket -> the copier's.
         self._tickets: dict[int, object] = {}
         self._closing = False
@@ -141,18 +169,9 @@ class RankClient:
         self._epoll = select.epoll()
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._epoll.register(self._timer.fileno(), select.EPOLLIN)
-        hello = msg.Hello(
-            protocol=msg.PROTOCOL_VERSION,
-            version=kvpool.__version__,
-            role="rank",
-            engine=engine,
-            rank=rank,
-            pid=os.getpid(),
-            namespace=namespace,
-        )
         self._link = PoolLink(
             config,
-            hello,
+            self._hello(),
             SegmentMapper(copier, self._wake),
             self._epoll,
             tell=self._feed,
@@ -162,6 +181,17 @@ class RankClient:
         self._thread = threading.Thread(target=self._run, name="kvpool-rank", daemon=True)
         self._thread.start()
         self._wake()
+
+    def _hello(self) -> msg.Hello:
+        return msg.Hello(
+            protocol=msg.PROTOCOL_VERSION,
+            version=kvpool.__version__,
+            role="rank",
+            engine=self._engine,
+            rank=self._rank,
+            pid=os.getpid(),
+            namespace=self._namespace,
+        )
 
     # ------------------------------------------------------------ the engine's side
 
@@ -228,10 +258,49 @@ class RankClient:
         """End all jobs, wait for launched copies, let go of staging and sockets. Never raises."""
         with self._lock:
             self._closing = True
+            if self._trial.trip is not None:
+                self._trial.trip.stop()
         self._wake()
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             log.error("kvpool rank client does not end: copies still run after %.0f s", CLOSE_S)
+
+    # ------------------------------------------------------------ the round trip at start
+
+    def _maybe_begin_trial(self) -> None:
+        """Once, as soon as the pool is there and wants it."""
+        welcome = self._link.welcome
+        if self._trial.memory is None or welcome is None:
+            return
+        if not (self._link.all_up.is_set() and self._link.segments_mapped):
+            return
+        memory, self._trial.memory = self._trial.memory, None
+        if not welcome.settings.self_test:
+            self._trial.outcome = Outcome(OFF)
+            return
+        self._trial.trip = RoundTrip(
+            memory, self._move, engine=self._engine, rank=self._rank, devices=welcome.devices, ended=self._end_trial
+        )
+
+    def _move(self, kind: str, key: bytes, device: int, place: object) -> Code | None:
+        """Store or load one object of the trial; blocks its thread."""
+        self._trial.last_job -= 1
+        job, objects = self._trial.last_job, [JobObject(key, device, place)]
+        self._trial.moved.clear()
+        if kind == "store":
+            self.submit_store(job, f"round trip {-job} of {self._engine}", objects, None)
+        else:
+            self.submit_load(job, objects)
+        if not self._trial.moved.wait(JOB_S):
+            self.flush([job])  # its copies have ended then, and its memory may go
+        ended = self._trial.ends.pop(job, None)
+        if ended is None:
+            return Code.DEADLINE
+        return ended.failed[0][1] if ended.failed else None
+
+    def _end_trial(self, outcome: Outcome) -> None:
+        with self._lock:
+            self._trial.outcome = outcome
 
     def _flush(self, wanted: frozenset[int]) -> None:
         with self._lock:
@@ -326,6 +395,7 @@ class RankClient:
         self._take_submissions()
         self._keep_deadlines()
         self._take_copies()
+        self._maybe_begin_trial()
         self._feed(ev.RoundEnded())
         while self._take_copies():
             self._feed(ev.RoundEnded())
@@ -348,6 +418,9 @@ class RankClient:
             job = self._inbox.popleft()
             if job.epoch is not None and job.epoch != self._link.epoch:
                 self._end_job(job, tuple((index, Code.EPOCH) for index in range(len(job.objects))))
+                continue
+            if self._trial.outcome.word == FAILED and job.job >= 0:
+                self._end_job(job, tuple((index, Code.REFUSED) for index in range(len(job.objects))))
                 continue
             self._jobs[job.wire] = job
             keys = [item.key for item in job.objects]
@@ -422,12 +495,16 @@ class RankClient:
 
     def _end_job(self, job: _Submission, failed: tuple[tuple[int, Code], ...]) -> None:
         lost = {index for index, _ in failed}
+        seconds = (time.monotonic_ns() - job.submitted_ns) / 1e9
+        if job.job < 0:
+            self._trial.ends[job.job] = JobEnded(job.job, job.kind.value, failed, 0, seconds, len(job.objects))
+            self._trial.moved.set()
+            return
         ended_bytes = sum(self._bytes_of(item.key) for index, item in enumerate(job.objects) if index not in lost)
         if job.request is None:
             self._served_bytes += ended_bytes
         else:
             self._kept_bytes += ended_bytes
-        seconds = (time.monotonic_ns() - job.submitted_ns) / 1e9
         self._ended.append(JobEnded(job.job, job.kind.value, failed, ended_bytes, seconds, len(job.objects)))
 
     def _bytes_of(self, key: bytes) -> int:
@@ -489,6 +566,8 @@ class RankClient:
             "bytes_served": self._served_bytes,
             "bytes_kept": self._kept_bytes,
             "segments_mapped": self._link.segments_mapped,
+            "self_test": self._trial.outcome.word,
+            "self_test_why": self._trial.outcome.why,
             **self._table.statistics(),
         }
 

@@ -265,6 +265,13 @@ class KeysRemoved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FileForgotten:
+    """Nobody needs that object's file any more: the shell removes it."""
+
+    object: ObjectId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrainStarted:
     """Nothing new is taken: loads are refused, stores dropped; what is granted may still be filled and is written."""
 
@@ -278,7 +285,7 @@ Event = (
     NamespaceAdded | SegmentAdded | SegmentRecalled | ClientJoined | ClientLeft | ClientProven | LoadWanted
     | LoadCancelled | SlotsReleased | StoreWanted | SlotsFilled | StoreCancelled | KeysFound | FileOpened | FileRead
     | ObjectPublished | DrainStarted | TimePassed | PreloadAsked | PreloadCommitted | PreloadWithdrawn
-    | DeviceChanged | KeysCondemned | KeysRemoved
+    | DeviceChanged | KeysCondemned | KeysRemoved | FileForgotten
 )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from kvpool.core.object_events import (
     DeviceChanged,
     DrainStarted,
     Event,
+    FileForgotten,
     FileOpened,
     FileRead,
     KeysCondemned,
@@ -179,6 +180,7 @@ class ObjectTable:
             KeysFound: self._keys_found,
             KeysCondemned: self._keys_condemned,
             KeysRemoved: self._keys_removed,
+            FileForgotten: self._file_forgotten,
             NamespaceAdded: self._namespace_added,
             SegmentAdded: self._segment_added,
             SegmentRecalled: self._segment_recalled,
@@ -265,6 +267,10 @@ class ObjectTable:
     def _keys_removed(self, event: KeysRemoved) -> None:
         self._index.namespaces[event.namespace].removing.difference_update(event.keys)
         self._counts["keys_removed"] += len(event.keys)
+
+    def _file_forgotten(self, event: FileForgotten) -> None:
+        if self._index.has(event.object):
+            self._index.remove(event.object, self._actions)
 
     def _segment_recalled(self, event: SegmentRecalled) -> None:
         home = self._segments.get(event.segment)
@@ -353,6 +359,13 @@ class ObjectTable:
         self._emptied.clear()
 
     # ------------------------------------------------------------ looks
+
+    def is_being_stored(self, object_id: ObjectId) -> bool:
+        """Whether that object's bytes are being filled in, on some rank, or written, or wait for that."""
+        if (object_id.namespace, object_id.key) in self._stores.filling:
+            return True
+        slot = self._residency.objects.get(object_id)
+        return slot is not None and slot.held
 
     def load_backlog_bytes(self) -> int:
         """Return the bytes that loads still wait for; what is being read counts as the largest size in use."""

@@ -29,6 +29,7 @@ from kvpool.core.lru import Lru
 from kvpool.core.object_events import Action, ObjectId, SendReady
 from kvpool.core.slots import Segment, Slot, SlotPool, SlotState, SlotStep
 from kvpool.errors import invariant, unreachable
+from kvpool.wire.messages import TRIAL_KEY
 
 POLICIES: dict[str, Callable[[], CachePolicy[ObjectId]] | None] = {"off": None, "lru": Lru, "arc": Arc}
 
@@ -157,6 +158,8 @@ class Residency:
     def _keep(self, slot: Slot, object_id: ObjectId) -> bool:
         pool, cache = slot.pool, slot.pool.cache
         if cache is None or slot.ghosts or slot.lost or slot.home.recalled or not pool.cache_room():
+            return False
+        if object_id.key.startswith(TRIAL_KEY):  # a round trip has to reach the device
             return False
         while len(cache) >= pool.cache_room():
             self._evict(pool, slot.past)

@@ -278,6 +278,20 @@ def serves_little(picture: Picture) -> Iterator[Found]:
 
 
 @check
+def self_test_failed(picture: Picture) -> Iterator[Found]:
+    """What a rank stores is what it loads: it has moved a pattern to every device and back."""
+    for row in picture.of(facts.RANK_CLIENT):
+        if row.get(facts.SELF_TEST) == "failed":
+            what = f"its round trip at start failed, so it neither stores nor loads: {row.get(facts.SELF_TEST_WHY, '')}"
+            advice = "Check memory and drives, run `kvpool fsck`, and start the engine again: it tries anew."
+            yield Found(subject_of(row), what, advice)
+        elif row.get(facts.SELF_TEST) == "unproven":
+            what = f"its round trip at start proved nothing: {row.get(facts.SELF_TEST_WHY, '')}"
+            advice = "Start the engine again when the pool is well, if you want the proof."
+            yield Found(subject_of(row), what, advice, degrades=False)
+
+
+@check
 def index_building(picture: Picture) -> Iterator[Found]:
     """The index covers the directory."""
     for row in picture.of(facts.IO_WORKER):

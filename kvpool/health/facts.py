@@ -134,6 +134,8 @@ MISSED_UNANNOUNCED = _fact("missed_unannounced", "scheduler: misses of keys that
 MISSED_ABSENT = _fact("missed_absent", "scheduler: misses of keys that are not stored")
 BYTES_SERVED = _fact("bytes_served", "rank: payload bytes brought to the engine")
 BYTES_KEPT = _fact("bytes_kept", "rank: payload bytes taken from the engine, or stored before")
+SELF_TEST = _fact("self_test", "rank: round trip at its start: passed, failed, not yet, unproven, off")
+SELF_TEST_WHY = _fact("self_test_why", "rank: why it has not passed; empty otherwise")
 ANSWERS_LATE = _fact("answers_late", "scheduler: announcements that became misses since no answer came in time")
 
 # ---------------------------------------------------------------- the pool line

@@ -176,4 +176,7 @@ class Epochs:
     def _settle(self, devices: list[int]) -> None:
         if self.book.settle(devices):
             self._loop.cancel_timer("epochs")
+            for device in self._events.devices_ready():  # those that were ready before others told of a reset
+                if device not in devices:
+                    self._catch_up(device)
             self._loop.soon(self._events.greetings_may_go_on)

@@ -452,6 +452,7 @@ class Coordinator:
                 store_deadline_s=pool.store_deadline_s,
                 defer_backlog_s=pool.defer_backlog_s,
                 answer_deadline_s=pool.answer_deadline_s,
+                self_test=pool.self_test,
             ),
         )
 

@@ -45,6 +45,7 @@ from kvpool.procs.worker_breaker import WorkerBreaker
 from kvpool.procs.worker_namespaces import Namespaces
 from kvpool.procs.worker_outbox import Outbox
 from kvpool.procs.worker_room import Room
+from kvpool.procs.worker_trials import Trials, is_trial
 from kvpool.wire import messages as wire
 from kvpool.wire.codec import split
 
@@ -127,6 +128,7 @@ class IoWorker:
         for fd in engine.fds():
             self._poller.register(fd, select.EPOLLIN)
         self._room = Room(self._device, namespaces, tell=self._handle, watch=self._watch)
+        self._trials = Trials(self._forget)
 
     # ------------------------------------------------------------ the loop
 
@@ -141,6 +143,8 @@ class IoWorker:
             while not (self._draining and self._table.drained()):
                 self._sleep()
                 self._handle(events.TimePassed())
+                for client, message in self._trials.take_ready(self._table.is_being_stored):
+                    self._handle(_rank_event(client, message))
                 self._look_after_device()
                 self._flush()
         finally:
@@ -339,6 +343,8 @@ class IoWorker:
                 channel.flush()
             for message, _ in channel.receive():
                 if isinstance(message, wire.Load):
+                    if self._waits_for_write(client, message):
+                        continue
                     self._note_use(client, message.keys)
                 self._handle(_rank_event(client, message))
         except PeerGone:
@@ -347,6 +353,18 @@ class IoWorker:
             log.warning("device %s: closing client %d: %s", self._device.name, client, error)
             self._count("protocol")
             self._leave(client)
+
+    def _waits_for_write(self, client: int, message: wire.Load) -> bool:
+        """Tell whether this is a round trip's load, whose object is still being written."""
+        known = self._table.clients.get(client)
+        if known is None or not message.keys or not message.keys[0].startswith(wire.TRIAL_KEY):
+            return False
+        target = events.ObjectId(known.space.namespace, message.keys[0], known.rank)
+        return self._trials.hold(client, message, target, being_stored=self._table.is_being_stored(target))
+
+    def _forget(self, target: events.ObjectId) -> None:
+        self._handle(events.FileForgotten(object=target))
+        self._room.forget(target)
 
     def _note_use(self, client: int, keys: list[bytes]) -> None:
         known = self._table.clients.get(client)
@@ -369,15 +387,19 @@ class IoWorker:
             return
         self._poller.unregister(channel.fileno())
         channel.close()
+        known = self._table.clients.get(client)
         self._handle(events.ClientLeft(client=client))
+        if known is not None:
+            self._trials.left(client, known.space.namespace, known.rank)
 
     # ------------------------------------------------------------ scans and probes
 
     def _on_scan(self, fd: int) -> None:
         scanned = self._namespaces.read_scan(fd)
         for found in scanned.found:
-            self._handle(events.KeysFound(namespace=scanned.namespace, rank=found.rank, keys=found.keys))
-            self._objects_found[scanned.namespace] += len(found.keys)
+            keys = self._trials.found(scanned.namespace, found.rank, found.keys)
+            self._handle(events.KeysFound(namespace=scanned.namespace, rank=found.rank, keys=keys))
+            self._objects_found[scanned.namespace] += len(keys)
         if scanned.ended:  # epoll forgets a descriptor that is closed
             self._tell_coordinator()
             self._send_control(
@@ -472,13 +494,18 @@ class IoWorker:
                     del self._ops[ended.op]
                 self._handle(events.FileOpened(op=ended.op, error=ended.error))
             case Kind.READ:
-                del self._ops[ended.op]
+                target = self._ops.pop(ended.op)
                 self._reads.ended(ended.bytes if ended.error is None else 0, now_ns=now_ns)
                 self._handle(events.FileRead(op=ended.op, error=ended.error))
+                if is_trial(target):
+                    self._trials.read(target)
             case Kind.PUBLISHED:
-                self._note_written(ended, self._ops.pop(ended.op))
+                target = self._ops.pop(ended.op)
+                self._note_written(ended, target)
                 self._writes.ended(ended.bytes if ended.error is None else 0, now_ns=now_ns)
                 self._handle(events.ObjectPublished(op=ended.op, error=ended.error))
+                if is_trial(target) and ended.error is None:
+                    self._trials.published(target)
             case _:
                 assert_never(ended.kind)
 

@@ -17,6 +17,7 @@ Does not cover: the sockets and the loop (`io_worker`).
 """
 
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -331,6 +332,13 @@ class Room:
         if not self._candidates and self._freed_in_scan == 0 and not batch:
             self._occupancy.relieved()
             self._pause()
+
+    def forget(self, target: ObjectId) -> None:
+        """Remove one object's file."""
+        batch, self._batch = self._batch, []
+        self._add_to_batch(_Going(None, target.key), (self._namespaces.path(target),), math.inf)
+        forgotten, self._batch = self._batch, batch
+        self._remover.remove(forgotten)
 
     def remove(self, namespace: int, key: bytes) -> None:
         """The table lets that key go."""

@@ -23,6 +23,9 @@ FRAME_BYTES_MAX = 64 * 1024
 #: Most items in one list of a message; 36-byte keys then stay far below FRAME_BYTES_MAX.
 ITEMS_MAX = 1024
 
+#: Keys that begin so name objects of a rank's round trip at its start: read from the device once, then removed.
+TRIAL_KEY = b"kvpool round trip"
+
 #: Flags of a key, as the index tells them.
 STORED = 1  # every rank's object is published on disk
 RESIDENT = 2  # every rank's object is in staging and stays there for now
@@ -122,6 +125,7 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     store_deadline_s: float
     defer_backlog_s: float
     answer_deadline_s: float = 0.05
+    self_test: bool = False
 
 
 class Refused(Message):

@@ -121,3 +121,12 @@ def test_a_reset_that_no_device_keeps_moves_nobody_and_is_said() -> None:
     pool.ready = []
     with pytest.raises(HostError):
         pool.epochs.admit(hello(reset=True))
+
+
+def test_a_device_that_was_ready_first_is_told_of_a_reset_that_only_a_later_one_knows() -> None:
+    pool = Pool(settled=False)
+    pool.epochs.worker_ready(0)
+    assert [] == pool.sent
+    pool.epochs.told(1, EpochsTold(entries=[EpochEntry(F, 3)]))
+    pool.epochs.worker_ready(1)
+    assert [(0, EpochWanted(fingerprint=F, epoch=3))] == pool.sent

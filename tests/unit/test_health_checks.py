@@ -88,6 +88,7 @@ SICK = [
     ("stores_dropped", [worker(stores=100, stores_dropped=6)], {}, True),
     ("write_only", [worker(loads=0)], {}, True),
     ("serves_little", [worker(), rank(bytes_kept=64 << 30, bytes_served=600 << 20)], {}, True),
+    ("self_test_failed", [worker(), rank(self_test="failed", self_test_why="device d0: other bytes")], {}, True),
     ("engines_outdated", [worker()], {facts.ENGINES_OUTDATED: "engine-b"}, True),
     ("index_building", [worker(index_complete=False)], {}, False),
     ("verification_off", [worker(verify=False)], {}, False),
