@@ -35,6 +35,7 @@ class Namespace:
         masks: Ranks whose file exists, per key; never 0.
         staying: Ranks whose object is in staging and stays there for now, per key; never 0.
         removing: Keys whose files are being removed: not in `masks`, neither stored nor loaded until that has ended.
+        retired: It was reset: no key of it is known any more, whatever comes.
     """
 
     namespace: int
@@ -44,6 +45,7 @@ class Namespace:
     masks: dict[bytes, int] = field(default_factory=dict)
     staying: dict[bytes, int] = field(default_factory=dict)
     removing: set[bytes] = field(default_factory=set)
+    retired: bool = False
 
     def flags(self, key: bytes) -> int:
         """Return the key's STORED | RESIDENT."""
@@ -84,7 +86,7 @@ class KeyIndex:
         """That object's file exists; not for long, if it is being removed."""
         space = self.namespaces[object_id.namespace]
         key = object_id.key
-        if key in space.removing:
+        if key in space.removing or space.retired:
             return
         old = space.masks.get(key, 0)
         new = old | 1 << object_id.rank
@@ -113,6 +115,13 @@ class KeyIndex:
         space.masks.pop(key, None)
         space.removing.add(key)
         actions.append(TellKey(namespace=space.namespace, key=key, flags=space.flags(key)))
+
+    def retire(self, namespace: int) -> None:
+        """Forget its keys, without a word: the coordinator has forgotten the namespace already."""
+        space = self.namespaces[namespace]
+        space.retired = True
+        space.masks.clear()
+        self.missing = {known: None for known in self.missing if known.namespace != namespace}
 
     def is_removing(self, object_id: ObjectId) -> bool:
         """Return whether that object's file is being removed."""
@@ -153,5 +162,6 @@ class KeyIndex:
         for space in self.namespaces.values():
             for key, mask in (*space.masks.items(), *space.staying.items()):
                 invariant(0 < mask <= space.full, "mask of a key is not one", key=key.hex(), mask=mask)
+            invariant(not (space.retired and space.masks), "a retired namespace has keys", namespace=space.namespace)
             for key in space.removing:
                 invariant(key not in space.masks, "a key is stored while its files are removed", key=key.hex())

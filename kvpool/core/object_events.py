@@ -265,6 +265,13 @@ class KeysRemoved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceRetired:
+    """A reset: nothing of that namespace is asked for any more. What is under way for it still ends."""
+
+    namespace: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FileForgotten:
     """Nobody needs that object's file any more: the shell removes it."""
 
@@ -285,7 +292,7 @@ Event = (
     NamespaceAdded | SegmentAdded | SegmentRecalled | ClientJoined | ClientLeft | ClientProven | LoadWanted
     | LoadCancelled | SlotsReleased | StoreWanted | SlotsFilled | StoreCancelled | KeysFound | FileOpened | FileRead
     | ObjectPublished | DrainStarted | TimePassed | PreloadAsked | PreloadCommitted | PreloadWithdrawn
-    | DeviceChanged | KeysCondemned | KeysRemoved | FileForgotten
+    | DeviceChanged | KeysCondemned | KeysRemoved | FileForgotten | NamespaceRetired
 )  # fmt: skip
 
 

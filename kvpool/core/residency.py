@@ -161,6 +161,8 @@ class Residency:
             return False
         if object_id.key.startswith(TRIAL_KEY):  # a round trip has to reach the device
             return False
+        if self.index.namespaces[object_id.namespace].retired:
+            return False
         while len(cache) >= pool.cache_room():
             self._evict(pool, slot.past)
         cache.add(object_id, often=slot.uses > 1 or slot.past is not Past.UNKNOWN)
@@ -200,6 +202,13 @@ class Residency:
         """That segment is recalled: cache leaves it."""
         for slot in home.slots:
             self._recount(slot)
+            if slot.cached:
+                self._drop(slot)
+
+    def retire(self, namespace: int) -> None:
+        """That namespace's keys go, and its idle objects: nobody may ask for them any more."""
+        self.index.retire(namespace)
+        for slot in [slot for object_id, slot in self.objects.items() if object_id.namespace == namespace]:
             if slot.cached:
                 self._drop(slot)
 

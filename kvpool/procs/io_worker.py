@@ -287,6 +287,8 @@ class IoWorker:
         over = self._namespaces.retire(wanted.fingerprint, wanted.epoch)
         for client in [client for client in self._ranks if self._table.clients[client].space.namespace in over]:
             self._leave(client)
+        for namespace in over:
+            self._handle(events.NamespaceRetired(namespace=namespace))
         self._send_control(wire.EpochKept(fingerprint=wanted.fingerprint, epoch=wanted.epoch, error=error))
 
     def _open_namespace(self, namespace: int, spec: wire.NamespaceSpec) -> None:

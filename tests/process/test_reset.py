@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from kvpool.errors import Code
 from tests.process.engine_harness import KEYS, WAIT_S, Engine, files_of, served
 from tests.process.pool_harness import ROOT, PoolProcess, wait_until
 
-Begin = Callable[[], PoolProcess]
+Begin = Callable[..., PoolProcess]
 
 
 @pytest.fixture
@@ -23,8 +24,8 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
     """Start a pool with real workers; it ends with the test."""
     pools: list[PoolProcess] = []
 
-    def start() -> PoolProcess:
-        pools.append(PoolProcess(tmp_path, worker_module="kvpool.procs.io_worker", answer_deadline_s=5.0))
+    def start(**options: Any) -> PoolProcess:
+        pools.append(PoolProcess(tmp_path, worker_module="kvpool.procs.io_worker", answer_deadline_s=5.0, **options))
         return pools[-1]
 
     yield start
@@ -178,3 +179,20 @@ def test_a_device_that_missed_a_reset_follows(begin: Begin, engines: Callable[..
     assert 1 == engine.scheduler.epoch
     wait_until(epoch_file.exists, WAIT_S)
     assert {Miss} == set(engine.lookups())
+
+
+@pytest.mark.parametrize("cache", ["off", "lru"])
+def test_a_reset_leaves_no_key_in_the_index_and_no_object_in_staging(
+    begin: Begin, engines: Callable[..., Engine], cache: str
+) -> None:
+    pool = begin(staging_cache=cache)
+    engine = engines().wait_connected()
+    engine.store(1)
+    engine.wait_hits()
+    wait_until(lambda: len(KEYS) == sum(row["index_objects"] for row in pool.worker_rows()), WAIT_S)
+    assert served(engine, 1)
+    engine.reset()
+    wait_until(lambda: 0 == sum(row["index_objects"] + row["slots_resident"] for row in pool.worker_rows()), WAIT_S)
+    engine.store(2)
+    engine.wait_hits()
+    assert served(engine, 2)
