@@ -38,6 +38,11 @@ class Device(NamedTuple):
     settings: DeviceSettings | None
 
 
+def run_dir_of(config: Path | None) -> str | None:
+    """Return where the pool of a configuration is; None without one."""
+    return None if config is None else load_settings(config).pool.run_dir
+
+
 def devices_of(config: Path | None, paths: list[Path] | None) -> list[Device]:
     """
     Return the devices that the options name.

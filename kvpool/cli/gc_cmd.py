@@ -1,8 +1,9 @@
 """
 `kvpool gc`: removes the keys that were not used for longest.
 
-Safe beside a running pool: a removed file is a miss, and a key that was used since the walk stays. The pool makes room
-by itself when `capacity` is set; this is for making more, or for devices without a pool.
+Safe beside a running pool: a removed file is a miss, and a key that was used since the walk stays. The pool of the
+given configuration is told what went, so that its index and usage stay right. It makes room by itself when `capacity`
+is set; this is for making more, or for devices without a pool.
 """
 
 import json
@@ -19,8 +20,10 @@ from kvpool.cli.devices import (
     PathOption,
     devices_of,
     progress,
+    run_dir_of,
     seconds_of,
 )
+from kvpool.client.admin import RemovalTeller
 from kvpool.config import parse_size
 from kvpool.core.eviction import Aged, OldestKeys
 from kvpool.errors import ConfigError, Exit
@@ -69,9 +72,14 @@ def gc(
     """
     if older_than is not None and to is not None:
         raise typer.BadParameter("give one of --older-than and --to")
-    collected = [
-        _collect(device, older_than, to, dry_run=dry_run, hidden=as_json) for device in devices_of(config, path)
-    ]
+    teller = RemovalTeller(run_dir_of(config))
+    try:
+        collected = [
+            _collect(device, older_than, to, dry_run=dry_run, hidden=as_json, teller=teller)
+            for device in devices_of(config, path)
+        ]
+    finally:
+        teller.close()
     if as_json:
         print(json.dumps({"dry_run": dry_run, "devices": [asdict(one) for one in collected]}, indent=2))
     for one in collected if not as_json else ():
@@ -82,7 +90,9 @@ def gc(
     raise typer.Exit(Exit.DEGRADED if any(one.failed for one in collected) else Exit.OK)
 
 
-def _collect(device: Device, older_than: str | None, to: str | None, *, dry_run: bool, hidden: bool) -> Collected:
+def _collect(
+    device: Device, older_than: str | None, to: str | None, *, dry_run: bool, hidden: bool, teller: RemovalTeller
+) -> Collected:
     until_s = time.time() - seconds_of(older_than) if older_than is not None else None
     left_bytes = _left_bytes(device, to) if until_s is None else 0
     spaces, walk = find_spaces(device.path), Walk()
@@ -105,7 +115,9 @@ def _collect(device: Device, older_than: str | None, to: str | None, *, dry_run:
         for key in keys:
             if until_s is None and made.freed_bytes >= total - left_bytes:
                 break  # folders went too
-            _remove(made, key, spaces[key.space].paths_of(key.key), dry_run=dry_run)
+            freed_bytes = _remove(made, key, spaces[key.space].paths_of(key.key), dry_run=dry_run)
+            if freed_bytes:
+                teller.removed(device.path, spaces[key.space].first, key.key, freed_bytes)
             advance(f"{device.name}: removing, {made.keys} keys", made.freed_bytes)
     return made
 
@@ -121,11 +133,12 @@ def _left_bytes(device: Device, to: str | None) -> int:
     return int(device.settings.capacity_bytes * device.settings.low_watermark)
 
 
-def _remove(made: Collected, key: Aged, paths: tuple[str, ...], *, dry_run: bool) -> None:
+def _remove(made: Collected, key: Aged, paths: tuple[str, ...], *, dry_run: bool) -> int:
+    """Remove a key; return what that won."""
     if dry_run:
         made.keys += 1
         made.freed_bytes += key.stored_bytes
-        return
+        return 0
     removed = remove_key(Condemned(0, paths, key.used_s))
     made.freed_bytes += removed.stored_bytes
     if removed.error:
@@ -135,3 +148,4 @@ def _remove(made: Collected, key: Aged, paths: tuple[str, ...], *, dry_run: bool
         made.spared += 1
     else:
         made.keys += 1
+    return removed.stored_bytes

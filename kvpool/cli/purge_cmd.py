@@ -1,8 +1,9 @@
 """
 `kvpool purge`: removes all that one namespace, or one model, has stored.
 
-Beside a running pool it is safe: what is gone is a miss. A namespace's folder and manifest go too if no pool of that
-configuration answers, so that nothing is left behind; otherwise they stay, since a worker may have them open.
+Beside a running pool it is safe: what is gone is a miss, and the pool of the given configuration is told of it.
+A namespace's folder and manifest go too if no pool of that configuration answers, so that nothing is left behind;
+otherwise they stay, since a worker may have them open.
 """
 
 import contextlib
@@ -23,8 +24,10 @@ from kvpool.cli.devices import (
     YesOption,
     devices_of,
     progress,
+    run_dir_of,
 )
 from kvpool.client import admin
+from kvpool.client.admin import RemovalTeller
 from kvpool.config import load_settings
 from kvpool.core import layout
 from kvpool.errors import Exit, PoolUnavailable
@@ -85,7 +88,11 @@ def purge(
     if not yes:
         typer.confirm("Remove all of it?", abort=True, err=True)
     emptied = config is not None and not _answers(config)
-    purged = [_purge(device, space, emptied=emptied, hidden=as_json) for device, space in found]
+    teller = RemovalTeller(run_dir_of(config))
+    try:
+        purged = [_purge(device, space, emptied=emptied, hidden=as_json, teller=teller) for device, space in found]
+    finally:
+        teller.close()
     if as_json:
         print(json.dumps([asdict(one) for one in purged], indent=2))
     for one in purged if not as_json else ():
@@ -104,13 +111,15 @@ def _answers(config: Path) -> bool:
     return True
 
 
-def _purge(device: Device, space: Space, *, emptied: bool, hidden: bool) -> Purged:
+def _purge(device: Device, space: Space, *, emptied: bool, hidden: bool, teller: RemovalTeller) -> Purged:
     purged = Purged(device.name, space.model, space.fingerprint)
     with progress(None, hidden=hidden) as advance:
         for found in Walk().keys_of(space):
             paths = tuple(path for path, _ in found.files.values())
             removed = remove_key(Condemned(0, paths, math.inf))
             purged.stored_bytes += removed.stored_bytes
+            if removed.stored_bytes:
+                teller.removed(device.path, space.first, found.key, removed.stored_bytes)
             purged.failed += bool(removed.error)
             purged.keys += not removed.left
             advance(f"{device.name}: removing, {purged.keys} keys", 0)

@@ -4,6 +4,7 @@ Asking a pool for its health, and telling it to stop: for the command line, one 
 Blocks, up to a deadline.
 """
 
+import contextlib
 import os
 import select
 import time
@@ -118,6 +119,50 @@ def reset(run_dir: str, name: str, *, timeout_s: float = RESET_S) -> msg.ResetDo
     finally:
         channel.close()
     raise PoolUnavailable("the pool does not answer", run_dir=run_dir, waited_s=timeout_s)
+
+
+class RemovalTeller:
+    """
+    Tells a running pool of files that were removed beside it, so that its index and its usage stay right.
+
+    Where no pool of *run_dir* answers, nobody has to be told. Close it: what is gathered is told then.
+    """
+
+    def __init__(self, run_dir: str | None) -> None:
+        self._run_dir = run_dir
+        self._gathered: dict[tuple[str, str], tuple[list[bytes], int]] = {}
+
+    def removed(self, device_path: str, directory: str, key: bytes, freed_bytes: int) -> None:
+        """The files of *key* are gone, of all ranks."""
+        keys, freed = self._gathered.get((device_path, directory), ([], 0))
+        keys.append(key)
+        self._gathered[device_path, directory] = (keys, freed + freed_bytes)
+        if len(keys) >= msg.ITEMS_MAX:
+            self._tell()
+
+    def close(self) -> None:
+        """Tell the rest."""
+        self._tell()
+
+    def _tell(self) -> None:
+        gathered, self._gathered = self._gathered, {}
+        if self._run_dir is None or not gathered:
+            return
+        with contextlib.suppress(PoolUnavailable, PeerGone):
+            channel = _greeted(self._run_dir)
+            try:
+                for (device_path, directory), (keys, freed_bytes) in gathered.items():
+                    channel.send(
+                        msg.FilesRemoved(
+                            device_path=device_path, directory=directory, keys=keys, freed_bytes=freed_bytes
+                        )
+                    )
+                channel.send(msg.HealthWanted())  # its answer comes behind what was said before
+                for message in _answers(channel, ANSWER_S):
+                    if isinstance(message, msg.Health) and not message.more:
+                        return
+            finally:
+                channel.close()
 
 
 def _greeted(run_dir: str) -> Channel:

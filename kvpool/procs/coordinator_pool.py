@@ -48,6 +48,7 @@ from kvpool.wire.messages import (
     DevicesChanged,
     EpochKept,
     EpochsTold,
+    FilesRemoved,
     HealthWanted,
     Hello,
     KeysProbe,
@@ -337,6 +338,10 @@ class Coordinator:
                 self._resizes.asked(client.peer, staging_bytes, draining=self.draining)
             case ResetWanted(), coordinator_clients.ADMIN:
                 self._try_reset(client, message.name)
+            case FilesRemoved(), coordinator_clients.ADMIN:
+                for device, settings in enumerate(self._settings.device):
+                    if os.path.realpath(settings.path) == os.path.realpath(message.device_path):
+                        self._send_worker(device, message)
             case StopWanted(), coordinator_clients.ADMIN:
                 self.drain("asked to stop")
             case _:

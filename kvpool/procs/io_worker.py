@@ -251,6 +251,8 @@ class IoWorker:
                     self._send_control(wire.KeysProbed(probe=probe))
             case wire.PreloadReserve() | wire.PreloadCommit() | wire.PreloadWithdraw():
                 self._on_preload(message)
+            case wire.FilesRemoved(directory=directory, keys=keys, freed_bytes=freed_bytes):
+                self._files_removed(directory, keys, freed_bytes)
             case wire.ReportWanted(report=report):
                 self._send_control(wire.Report(report=report, facts=self._facts()))
             case wire.Drain():
@@ -305,6 +307,15 @@ class IoWorker:
             )
         )
         self._poller.register(scan_fd, select.EPOLLIN)
+
+    def _files_removed(self, directory: str, keys: list[bytes], freed_bytes: int) -> None:
+        self._room.told_removed(freed_bytes)
+        namespace = self._namespaces.find(directory)
+        if namespace is None:
+            return
+        for rank in range(self._namespaces.rank_count(namespace)):
+            for key in keys:
+                self._handle(events.FileForgotten(object=events.ObjectId(namespace, key, rank)))
 
     def _add_batch(self) -> None:
         batch, self._batch = self._batch, []

@@ -333,6 +333,11 @@ class Room:
             self._occupancy.relieved()
             self._pause()
 
+    def told_removed(self, freed_bytes: int) -> None:
+        """Somebody else removed files."""
+        self._occupancy.changed(-freed_bytes)
+        self._looked_ns = 0
+
     def forget(self, target: ObjectId) -> None:
         """Remove one object's file."""
         batch, self._batch = self._batch, []

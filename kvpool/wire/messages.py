@@ -329,6 +329,22 @@ class ResizeWanted(Message):
     staging_bytes: int
 
 
+class FilesRemoved(Message):
+    """
+    Admin, and on to that device's worker: somebody removed the files of these keys, of all ranks.
+
+    Attributes:
+        device_path: The device's directory.
+        directory: Folder of the namespace's first rank.
+        freed_bytes: What the device has won by that, as the filesystem counts.
+    """
+
+    device_path: str
+    directory: str
+    keys: list[bytes]
+    freed_bytes: int
+
+
 class ResizeState(Message):
     """
     How far a change of staging has come.
@@ -655,7 +671,7 @@ class Drain(Message):
 
 ClientToCoordinator = (
     Hello | CopiesEnded | SegmentForgotten | Announce | Withdraw | Report | HealthWanted | StopWanted | ResizeWanted
-    | ResetWanted
+    | ResetWanted | FilesRemoved
 )  # fmt: skip
 CoordinatorToClient = (
     Welcome | Refused | WorkerUp | WorkerDown | SegmentUp | SegmentDown | Status | KeysChanged | StoresEnded
@@ -666,6 +682,7 @@ WorkerToRank = Ready | LoadFailed | StoreAnswer
 CoordinatorToWorker = (
     WorkerSetup | EpochWanted | NamespaceOpened | ClientJoined | ClientProven | SegmentGranted | SegmentsGranted
     | SegmentRecalled | KeysProbe | ReportWanted | PreloadReserve | PreloadCommit | PreloadWithdraw | Drain
+    | FilesRemoved
 )  # fmt: skip
 WorkerToCoordinator = (
     WorkerReady | EpochsTold | EpochKept | SegmentReturned | KeysTold | ScanEnded | KeysProbed | WorkerStoresEnded

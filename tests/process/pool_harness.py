@@ -121,6 +121,7 @@ class PoolProcess:
         idle_exit_s: float = 0.3,
         environment: dict[str, str] | None = None,
         worker_module: str = "tests.process.fake_worker",
+        capacity_bytes: int = 0,
         **pool_settings: Any,
     ) -> None:
         self.run_dir = str(directory / "run")
@@ -131,7 +132,10 @@ class PoolProcess:
             pool=PoolSettings(
                 run_dir=self.run_dir, staging_bytes=staging_bytes, idle_exit_s=idle_exit_s, **pool_settings
             ),
-            device=[DeviceSettings(name=name, path=str(directory / name), iodepth=4) for name in devices],
+            device=[
+                DeviceSettings(name=name, path=str(directory / name), iodepth=4, capacity_bytes=capacity_bytes)
+                for name in devices
+            ],
         )
         config = directory / "pool.json"
         config.write_text(to_json(settings))
