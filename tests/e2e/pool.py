@@ -159,6 +159,10 @@ class Pool:
             return 0
         return len(ranks) + len([row for row in rows if row.get(facts.ROLE) == facts.SCHEDULER_CLIENT])
 
+    def wait_indexed(self) -> None:
+        """Return once every device knows what it holds: a file removed before that is not missed."""
+        wait_until(lambda: all(row.get(facts.INDEX_COMPLETE) for row in self.workers()), "devices are scanned")
+
     def pids(self) -> list[int]:
         """Return the pids of the pool's own processes."""
         roles = (facts.COORDINATOR, facts.IO_WORKER)

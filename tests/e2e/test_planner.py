@@ -40,6 +40,7 @@ def scene(
     file.write_text(break_even(models / "llama"))
     connector = pool.connector(load_planner="on", prefix_cache_break_even_path=str(file))
     engine = engines("llama", name="planner", connector=connector).wait_up()
+    pool.wait_clients(2)
     yield Scene(pool, engine, reference)
     engine.close()
     pool.stop()

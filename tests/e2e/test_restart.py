@@ -87,6 +87,7 @@ def test_a_harmed_object_is_recomputed_and_stored_again(scene: Scene, harm: str,
     prompt = HARMED[harm]
     scene.check({harm: prompt}, {harm: loadable(prompt)})
     scene.restart()
+    scene.pool.wait_indexed()
     victim = scene.objects_of[harm][2]
     match harm:
         case "truncated":
