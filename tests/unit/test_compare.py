@@ -65,10 +65,13 @@ def test_our_adapter_takes_the_place_of_the_one_that_is_there(tmp_path: Path) ->
     (theirs / "adapters").mkdir(parents=True)
     (theirs / "bench.py").write_text("bench")
     (theirs / "adapters" / "kvpool_adapter.py").write_text("stub")
+    (theirs / "pb").mkdir()
+    (theirs / "pb" / "staging.py").write_text(f"before\n        {compare.TOUCHING}\nafter")
     for path in theirs.rglob("*"):
         path.chmod(0o555)
     copy = compare.install(theirs, tmp_path)
     assert "bench" == (copy / "bench.py").read_text()
     assert "class PeerAdapter" in (copy / "adapters" / "kvpool_adapter.py").read_text()
+    assert f"before\n        {compare.POPULATING}\nafter" == (copy / "pb" / "staging.py").read_text()
     assert "stub" == (theirs / "adapters" / "kvpool_adapter.py").read_text()
     (copy / "data").mkdir()
