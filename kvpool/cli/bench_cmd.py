@@ -169,12 +169,15 @@ def _store_round(plan: Plan, work: Work, progress: Callable[[int], None]) -> tup
     _raise_if_failed(timed)
     filled_ns = timed.answer["at_ns"]
     files_ns = _files_ns(plan.paths)
-    named_ns = [min(timed.stored_ns[key], files_ns.get(object_name(key), timed.stored_ns[key])) for key in keys]
+    names_ns = [
+        bench_figures.named_ns(filled, files_ns.get(object_name(key)), timed.stored_ns[key])
+        for key, filled in zip(keys, filled_ns, strict=True)
+    ]
     phase = Phase(
         payload_bytes=work.total_bytes,
         seconds=(max(timed.stored_ns.values()) - timed.answer["first_ns"]) / 1e9,
         cpu_s=timed.cpu_s,
-        latencies_s=[max(0, named - filled) / 1e9 for named, filled in zip(named_ns, filled_ns, strict=True)],
+        latencies_s=[(named - filled) / 1e9 for named, filled in zip(names_ns, filled_ns, strict=True)],
         depth=_depth(rows),
     )
     return phase, _mode(rows)

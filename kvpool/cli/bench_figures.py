@@ -57,6 +57,16 @@ class Phase:
     depth: float | None = None
 
 
+def named_ns(filled_ns: int, file_ns: int | None, stored_ns: int) -> int:
+    """
+    Return when an object's file got its name.
+
+    A filesystem's clock ticks only every few milliseconds: a file's time can lie before its Filled, and tells nothing
+    then. The time at which the pool told the object as stored is an upper bound.
+    """
+    return min(file_ns, stored_ns) if file_ns is not None and filled_ns < file_ns else stored_ns
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """
     Return the smallest value that at least *share* of the values do not exceed (nearest rank).

@@ -65,18 +65,22 @@ class Occupancy:
         used_bytes: Ours, as the filesystem counts; None until a scan has ended.
         reclaiming: Keys go, until the low mark.
         pressed_bytes: To go since the device said that it is full although the bounds allow more (quota, inodes).
+        recount: Others removed files during the last scan; whether it had counted them nobody knows.
     """
 
     bounds: Bounds
     used_bytes: int | None = None
     reclaiming: bool = False
     pressed_bytes: int = 0
+    recount: bool = False
+    _scanning: bool = False
     _said_full: bool = False
     _grown_bytes: int = 0
 
     def scan_started(self) -> None:
         """What is written from now on counts beside what the scan will count."""
         self._grown_bytes = 0
+        self._scanning, self.recount = True, False
 
     def scan_saw(self, stored_bytes: int) -> None:
         """Of what was written since the scan started, the scan counted this much too."""
@@ -84,6 +88,7 @@ class Occupancy:
 
     def scan_ended(self, used_bytes: int) -> None:
         """A scan counted what is ours."""
+        self._scanning = False
         self.used_bytes = used_bytes + max(0, self._grown_bytes)
 
     def changed(self, by_bytes: int) -> None:
@@ -92,6 +97,11 @@ class Occupancy:
         self.pressed_bytes = max(0, self.pressed_bytes + min(0, by_bytes))
         if self.used_bytes is not None:
             self.used_bytes = max(0, self.used_bytes + by_bytes)
+
+    def removed_by_others(self, freed_bytes: int) -> None:
+        """Files went that this device's worker did not remove."""
+        self.changed(-freed_bytes)
+        self.recount |= self._scanning
 
     @property
     def over_high(self) -> bool:

@@ -286,6 +286,7 @@ class Room:
             return
         first = self._occupancy.used_bytes is None
         self._occupancy.scan_ended(scan.counted.total_bytes)
+        self._want_count |= self._occupancy.recount
         log.log(
             logging.INFO if first else logging.DEBUG,
             "device %s: %d keys, %.2f GiB on disk",
@@ -335,7 +336,7 @@ class Room:
 
     def told_removed(self, freed_bytes: int) -> None:
         """Somebody else removed files."""
-        self._occupancy.changed(-freed_bytes)
+        self._occupancy.removed_by_others(freed_bytes)
         self._looked_ns = 0
 
     def forget(self, target: ObjectId) -> None:

@@ -16,7 +16,7 @@ from kvpool.errors import Code
 from .kernel import S, check
 
 if TYPE_CHECKING:
-    from .engines import Request
+    from .engines import RankProcess, Request
     from .pool import CoordinatorProcess, SimWorker, WorkerProcess
     from .world import World
 
@@ -32,8 +32,8 @@ def after_each(world: "World") -> None:
         admissions_whole(world)
 
 
-def job_ended(world: "World", request: "Request", ended: JobEnded) -> None:
-    """Where nothing goes wrong, no load fails."""
+def job_ended(world: "World", rank: "RankProcess", request: "Request", ended: JobEnded) -> None:
+    """Where nothing goes wrong, no load fails, but at once where its rank has not met the device's worker yet."""
     if ended.kind != "load" or not world.plan.harmless:
         return
     allowed = set()
@@ -41,6 +41,9 @@ def job_ended(world: "World", request: "Request", ended: JobEnded) -> None:
         allowed.add(Code.CANCELLED)
     if "evictions" in world.plan.faults:
         allowed.add(Code.MISSING)
+    if ended.job in rank.client.early:
+        allowed.add(Code.WORKER_LOST)
+        world.count("loads_before_their_worker")
     codes = {code for _, code in ended.failed} - allowed
     check(not codes, "a load failed though nothing went wrong", codes=codes, request=request.name, job=ended.job)
 

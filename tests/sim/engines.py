@@ -128,9 +128,17 @@ class SimRank(RankClient):
 
     def __init__(self, *arguments: Any, leases: Leases, pid: int, validates: bool, **named: Any) -> None:
         self._leases, self._pid, self._validates = leases, pid, validates
+        #: Load jobs with objects on a device whose worker this rank had not heard of yet.
+        self.early: set[int] = set()
+        self.introduced: set[int] = set()
         super().__init__(*arguments, **named)
 
     def _feed(self, event: ev.Event) -> None:
+        match event:
+            case ev.WorkerJoined(device=device):
+                self.introduced.add(device)
+            case ev.LoadSubmitted(job=job, devices=devices) if not {*devices} <= self.introduced:
+                self.early.add(job)
         super()._feed(event)
         if self._validates and not self._feeding:
             self._table.validate()
@@ -396,7 +404,7 @@ class EngineProcess:
     def job_ended(self, rank: int, ended: JobEnded) -> None:
         """A rank's job ended."""
         request = self.jobs[ended.job]
-        self.world.ended(self, request, ended)
+        self.world.ended(self.ranks[rank], request, ended)
         if ended.kind != "load" or ended.job != request.load_job:
             return
         request.awaiting.discard(rank)

@@ -21,7 +21,7 @@ from kvpool.wire.messages import GroupSpec, NamespaceSpec
 
 from . import checks
 from .drive import Drive, DriveFaults
-from .engines import EngineProcess, Request
+from .engines import EngineProcess, RankProcess, Request
 from .kernel import MS, US, Kernel, Process, S, Socket, Violation, check
 from .memory import Leases
 from .pool import CoordinatorProcess, SimRoom, WorkerProcess
@@ -403,9 +403,9 @@ class World:
         if request.loaded:
             self.count("loads_failed" if request.failed else "loads")
 
-    def ended(self, engine: EngineProcess, request: Request, ended: JobEnded) -> None:
+    def ended(self, rank: RankProcess, request: Request, ended: JobEnded) -> None:
         """A job ended on a rank."""
-        checks.job_ended(self, request, ended)
+        checks.job_ended(self, rank, request, ended)
         self.waits.setdefault(ended.kind, []).append((request.name, int(ended.seconds * S)))
         self.count(f"{ended.kind}_objects", ended.objects)
         self.count(f"{ended.kind}_objects_failed", len(ended.failed))

@@ -21,6 +21,11 @@ def test_a_percentile_is_one_of_the_values_by_nearest_rank(values: list[float], 
     assert expected == bench_figures.percentile(values, share)
 
 
+@pytest.mark.parametrize(("file_ns", "expected"), [(15, 15), (25, 20), (10, 20), (7, 20), (None, 20)])
+def test_a_file_that_is_older_than_its_filling_tells_nothing(file_ns: int | None, expected: int) -> None:
+    assert expected == bench_figures.named_ns(10, file_ns, 20)
+
+
 @given(st.lists(st.floats(0, 10), min_size=1), st.floats(0.01, 1))
 def test_at_least_the_share_of_the_values_do_not_exceed_the_percentile(values: list[float], share: float) -> None:
     found = bench_figures.percentile(values, share)

@@ -61,6 +61,19 @@ def test_what_is_written_during_a_scan_and_seen_by_it_counts_once():
     assert ours.used_bytes == 150
 
 
+def test_what_others_remove_during_a_scan_is_counted_anew():
+    ours = occupancy(None)
+    ours.scan_started()
+    ours.removed_by_others(300)
+    ours.scan_ended(500)
+    assert (500, True) == (ours.used_bytes, ours.recount)
+    ours.scan_started()
+    ours.scan_ended(200)
+    assert (200, False) == (ours.used_bytes, ours.recount)
+    ours.removed_by_others(50)
+    assert (150, False) == (ours.used_bytes, ours.recount)
+
+
 def test_what_others_use_counts_against_the_floor():
     ours = occupancy(500, min_free=10_000)
     assert ours.look(Filesystem(100_000, 10_000)) == Verdict(0, storing=True, why="")
