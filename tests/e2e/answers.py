@@ -64,6 +64,15 @@ class Reference:
             self._known[key] = answer.tokens
         return self._known[key]
 
+    def seconds(self, prompt: list[int], *, model: str = "llama") -> float:
+        """Return how long the engine computes *prompt* until its first token; the shorter time of two."""
+        engine = self._engines[model].wait_up()
+        times = []
+        for _ in range(2):
+            assert engine.reset()
+            times.append(engine.ask(prompt, 1).first_s or 0.0)
+        return min(times)
+
     def answers(self, prompts: Prompts, *, model: str = "llama") -> dict[str, list[int]]:
         """Return the answers to several prompts by name."""
         return {name: self.answer(prompt, model=model) for name, prompt in prompts.items()}
