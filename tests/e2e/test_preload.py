@@ -6,13 +6,19 @@ it schedules by priority. Two requests fill it: with both seats taken, others wa
 pool's I/O workers.
 """
 
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import psutil
 import pytest
 
+from kvpool.client import admin
 from kvpool.health import facts
+from kvpool.wire.messages import ResizeState
 from tests.e2e.answers import CHUNK, Prompts, Reference, Scene, StartEngine, chunks, loadable, tokens
 from tests.e2e.pool import Pool, altered, wait_until
 from tools.engine_process import Answer, Engine
@@ -27,6 +33,7 @@ GROWN_TOKENS = 200
 SEATS = 2
 #: 17 of these can be used: two growing requests do not fit to their ends.
 GPU_BLOCKS = 18
+MIB = 1 << 20
 #: Bytes of a chunk of the tiny model in float32.
 OBJECT_BYTES = CHUNK * 4 * 2 * 4 * 32 * 4
 #: A stored prompt takes 1.25 s to read.
@@ -269,6 +276,53 @@ def test_what_staging_keeps_is_served_after_its_files_were_deleted(scene: Queue)
         scene.pool.stop()
     scene.start(verify=True, staging_cache="off")
     assert scene.reference.answers(stored("a")) != wrong
+
+
+def test_staging_grows_and_shrinks_while_requests_run(scene: Queue) -> None:
+    expected = scene.reference.answers(stored("abcd"))
+    loaded = 0
+    for size in (384 * MIB, 96 * MIB, 256 * MIB):
+        with ThreadPoolExecutor() as threads:
+            states: list[ResizeState] = []
+            resizing = threads.submit(admin.resize, str(scene.pool.run_dir), size, timeout_s=60, told=states.append)
+            last = False
+            while not last:
+                last = resizing.done()
+                answers = scene.engine.generate(stored("abcd"))
+                assert expected == {name: answer.tokens for name, answer in answers.items()}
+                loaded += sum(answer.cached for answer in answers.values())
+            resizing.result()
+        assert states[-1].done
+        assert (size, 0) == (scene.pool.fact(facts.STAGING_BYTES), scene.pool.fact(facts.STAGING_CHANGING))
+    assert loaded
+    scene.check_control(stored("a"), loads_of("a"))
+
+
+@pytest.mark.long
+def test_two_engines_share_what_is_read_ahead_and_one_killed_with_pinned_slots_harms_nobody(
+    scene: Queue, engines: StartEngine
+) -> None:
+    scene.restart(faults=SLOW)
+    beside = engines("llama", name="beside", connector=scene.pool.connector(), max_model_len=2048).wait_up()
+    scene.pool.wait_clients(4)
+    read = scene.counts()["read"]
+    with full(scene.engine):
+        scene.engine.submit("here", STORED["a"])
+        beside.submit("there", STORED["a"])
+    answers = [scene.engine.wait("here"), beside.wait("there")]
+    assert [scene.reference.answer(STORED["a"])] * 2 == [answer.tokens for answer in answers]
+    assert [loadable(STORED["a"])] * 2 == [answer.cached for answer in answers]
+    assert chunks(STORED["a"]) == scene.counts()["read"] - read
+
+    rank = next(pid for pid in beside.tree() if "VLLM::Worker" in " ".join(psutil.Process(pid).cmdline()))
+    beside.submit("killed", STORED["b"])
+    wait_until(lambda: scene.pool.total(facts.IN_FLIGHT_READS), "its objects are being read")
+    os.kill(rank, signal.SIGSTOP)
+    wait_until(lambda: scene.pool.total(facts.SLOTS_PINNED), "slots are pinned for a rank that stands still")
+    beside.kill_tree()
+    wait_until(scene.nothing_left, "nothing is kept or pinned for the dead")
+    scene.restart()
+    scene.check_with_control(stored("bc"), loads_of("bc"))
 
 
 def _after_deletion(scene: Queue) -> dict[str, list[int]]:
