@@ -41,6 +41,7 @@ _COMMANDS = {
     "purge": _Command("kvpool.cli.purge_cmd", "purge", "Remove all of one namespace or model."),
     "fsck": _Command("kvpool.cli.fsck_cmd", "fsck", "Check every stored file, and repair what can be."),
     "resize": _Command("kvpool.cli.resize_cmd", "resize", "Give a running pool more staging memory, or less."),
+    "stores": _Command("kvpool.cli.stores_cmd", "stores", "Let a running pool store nothing for now, or store again."),
     "reset": _Command("kvpool.cli.reset_cmd", "reset", "Never serve again what is stored of a model."),
     "bench": _Command("kvpool.cli.bench_cmd", "bench", "Measure store and load on given directories."),
     "config": _Command("kvpool.cli.config_cmd", "app", "Check a configuration, or print one to start from."),

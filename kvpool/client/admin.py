@@ -121,6 +121,27 @@ def reset(run_dir: str, name: str, *, timeout_s: float = RESET_S) -> msg.ResetDo
     raise PoolUnavailable("the pool does not answer", run_dir=run_dir, waited_s=timeout_s)
 
 
+def switch_stores(run_dir: str, *, on: bool, timeout_s: float = STOP_S) -> None:
+    """
+    Let the pool take new objects, or none until it ends or is told otherwise; return when it knows.
+
+    Raises:
+        PoolUnavailable: No pool is there, or it does not say so in time.
+        KvpoolError: The pool refuses.
+    """
+    channel = _greeted(run_dir)
+    try:
+        channel.send(msg.StoresWanted(on=on))
+        for message in _answers(channel, timeout_s):
+            if isinstance(message, msg.StoresWanted):
+                return
+    except PeerGone as error:
+        raise PoolUnavailable("the pool ended meanwhile", run_dir=run_dir) from error
+    finally:
+        channel.close()
+    raise PoolUnavailable("the pool does not answer", run_dir=run_dir, waited_s=timeout_s)
+
+
 class RemovalTeller:
     """
     Tells a running pool of files that were removed beside it, so that its index and its usage stay right.

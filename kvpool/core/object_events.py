@@ -10,6 +10,7 @@ without an `op` cannot fail for the table: a peer that cannot be told is gone, w
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 from kvpool.errors import Code
@@ -28,6 +29,19 @@ class SlotRef(NamedTuple):
 
     segment: int
     index: int  # type: ignore[assignment]  # a slot's index hides tuple.index
+
+
+class Dropped(StrEnum):
+    """Why a key that was offered is not stored."""
+
+    OFF = "off"  # stores are turned off
+    ROOM = "room"  # the device has no room
+    DEVICE = "device"  # the device is given up for now
+    DRAINING = "draining"  # the pool ends
+    STAGING = "staging"  # staging has too few slots of that size for all ranks
+    LATE = "late"  # no slots came in time, or they were not filled in time
+    CANCELLED = "cancelled"  # a rank cancelled it, or left
+    PREFIX = "prefix"  # a key before it in its prefix was dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,11 +255,11 @@ class DeviceChanged:
 
     Attributes:
         healthy: False: it is given up for now. Loads fail, what waits for its reads fails too, stores are dropped.
-        storing: False: it takes no new objects, for lack of room. Loads go on.
+        refusing: Why it takes no new objects; None: it does. Loads go on.
     """
 
     healthy: bool
-    storing: bool = True
+    refusing: Dropped | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

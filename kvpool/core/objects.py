@@ -33,6 +33,7 @@ from kvpool.core.object_events import (
     ClientProven,
     DeviceChanged,
     DrainStarted,
+    Dropped,
     Event,
     FileForgotten,
     FileOpened,
@@ -73,6 +74,7 @@ COUNTERS = (
     "loads_wanted", "loads_ready", "loads_resident", "loads_failed", "loads_parked", "reads", "read_bytes",
     "read_errors", "corrupt",
     "stores_wanted", "keys_granted", "keys_existing", "keys_dropped", "keys_filled", "keys_stored", "keys_lost",
+    *(f"keys_dropped_{why}" for why in Dropped),
     "keys_removed", "fills_late", "writes", "write_bytes", "write_errors", "writes_no_space", "ops_late",
     "foreign_ranks_found", "cache_hits", "cache_evictions", "evicted_before_use",
     "preloads_asked", "preloads_reserved", "preloads_landed", "preloads_revoked",
@@ -215,11 +217,12 @@ class ObjectTable:
 
     def _drain_started(self, _event: DrainStarted) -> None:
         self.draining = True
-        self._stores.accepting = self._preloads.accepting = False
+        self._stores.refusing, self._preloads.accepting = Dropped.DRAINING, False
 
     def _device_changed(self, event: DeviceChanged) -> None:
         self.healthy = event.healthy
-        self._stores.accepting = event.healthy and event.storing and not self.draining
+        if not self.draining:
+            self._stores.refusing = event.refusing if event.healthy else Dropped.DEVICE
         self._preloads.accepting = event.healthy and not self.draining
         if not event.healthy:
             self._loads.fail_reads([client for client in self.clients.values() if not client.left], Code.READ_ERROR)

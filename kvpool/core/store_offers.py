@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from kvpool.core.clients import StoreJob, Waiter
 from kvpool.core.key_index import Namespace
-from kvpool.core.object_events import ObjectId
+from kvpool.core.object_events import Dropped, ObjectId
 from kvpool.core.slots import Slot, SlotPool
 from kvpool.errors import invariant
 
@@ -101,7 +101,7 @@ class Offer:
     Attributes:
         keys: Decisions that are remembered.
         undecided: Those that still wait, in prefix order.
-        cut: A key was dropped, so no later one gets slots.
+        cut: Why no later key gets slots: what the next one is dropped for; None while they may.
         filling: How many of its keys are FILLING.
         due_ns: When the offer is forgotten.
     """
@@ -110,7 +110,7 @@ class Offer:
     space: Namespace
     keys: dict[bytes, StoreKey] = field(default_factory=dict)
     undecided: deque[StoreKey] = field(default_factory=deque)
-    cut: bool = False
+    cut: Dropped | None = None
     filling: int = 0
     due_ns: int = 0
 

@@ -26,6 +26,7 @@ from kvpool.core.key_index import KeyIndex
 from kvpool.core.loads import Loads
 from kvpool.core.object_events import (
     Action,
+    Dropped,
     ObjectId,
     SendDropped,
     SendExists,
@@ -49,7 +50,7 @@ class Stores:
         filling: The FILLING decision of a key; at most one.
         queue: Offers with undecided keys, by engine.
         saving: Some pool saves slots for a store.
-        accepting: False while draining.
+        refusing: Why no key is taken now; None while they are.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Stores:
         self.offer_deadlines: Deadlines[Offer] = Deadlines(
             store_deadline_ns + fill_deadline_ns, lambda offer, due_ns: offer.due_ns == due_ns
         )
-        self.accepting = True
+        self.refusing: Dropped | None = None
 
     def add_pool(self, pool: SlotPool) -> None:
         """Serve that slot size too."""
@@ -184,7 +185,7 @@ class Stores:
         """Decide what can be decided now."""
         if not self.queue and not self.saving:
             return
-        accepting = self.accepting and now_ns >= self.writes.full_until_ns
+        refusing = self.refusing or (Dropped.ROOM if now_ns < self.writes.full_until_ns else None)
         self.saving = False
         for pool in self.pools:
             pool.saved = 0
@@ -192,21 +193,21 @@ class Stores:
         while moved:
             moved = False
             for engine, offer in self.queue.heads():
-                if self._decide_next(offer, accepting, now_ns):
+                if self._decide_next(offer, refusing, now_ns):
                     moved = True
                     self.queue.yield_turn(engine)
                     if not offer.undecided:
                         self.queue.discard(engine, offer)
                         self._maybe_forget_offer(offer)
 
-    def _decide_next(self, offer: Offer, accepting: bool, now_ns: int) -> bool:
+    def _decide_next(self, offer: Offer, refusing: Dropped | None, now_ns: int) -> bool:
         """Decide the offer's first undecided key; return False if it has to wait."""
         store_key = offer.undecided[0]
         if store_key.decision is not Decision.WAITING:
             offer.undecided.popleft()
-            offer.cut = True
+            offer.cut = offer.cut or Dropped.PREFIX
             return True
-        verdict = self._verdict(store_key, accepting)
+        verdict = self._verdict(store_key, refusing)
         if verdict is Decision.WAITING:
             return False
         offer.undecided.popleft()
@@ -215,15 +216,15 @@ class Stores:
         elif verdict is Decision.EXISTS:
             self._exists(store_key)
         else:
-            self._drop(store_key)
+            self._drop(store_key, refusing or offer.cut or Dropped.STAGING)
         return True
 
-    def _verdict(self, store_key: StoreKey, accepting: bool) -> Decision:
+    def _verdict(self, store_key: StoreKey, refusing: Dropped | None) -> Decision:
         """Say what becomes of a key now; WAITING if slots may come."""
         space = store_key.space
         if space.flags(store_key.key) or (space.namespace, store_key.key) in self.filling:
             return Decision.EXISTS
-        if store_key.offer.cut or not accepting:
+        if store_key.offer.cut or refusing:
             return Decision.DROPPED
         if store_key.key in space.removing:
             return Decision.WAITING
@@ -275,19 +276,23 @@ class Stores:
         kept = store_key.space.flags(store_key.key) != 0
         self.actions.extend(TellStoreEnded(engine=engine, key=store_key.key, kept=kept) for engine in store_key.engines)
 
-    def _drop(self, store_key: StoreKey) -> None:
+    def _drop(self, store_key: StoreKey, why: Dropped) -> None:
         """The key is not stored for any rank, and nothing after it in its offer that is not decided."""
         was_filling = store_key.decision is Decision.FILLING
         store_key.decision = Decision.DROPPED
         store_key.due_ns = 0
-        store_key.offer.cut = True
-        self.counts["keys_dropped"] += 1
+        store_key.offer.cut = Dropped.PREFIX
+        self._count_dropped(why)
         self._tell_ended(store_key)
         if was_filling:
             self._drop_slots(store_key)
             self._maybe_forget(store_key)
         else:
             self._answer_all(store_key)
+
+    def _count_dropped(self, why: Dropped) -> None:
+        self.counts["keys_dropped"] += 1
+        self.counts[f"keys_dropped_{why}"] += 1
 
     def _drop_slots(self, store_key: StoreKey) -> None:
         self._end_filling(store_key)
@@ -361,7 +366,7 @@ class Stores:
         if granted is not None:
             client = job.client
             if granted.decision is Decision.FILLING:
-                self._drop(granted)
+                self._drop(granted, Dropped.CANCELLED)
             self.loads.end_use(client, granted.pool)
             granted.slots[client.rank].step(SlotStep.SPOIL)
 
@@ -369,7 +374,7 @@ class Stores:
         """An undecided key loses a rank: it is dropped for the others; its place in the offer stays until its turn."""
         store_key.decision = Decision.DROPPED
         store_key.due_ns = 0
-        self.counts["keys_dropped"] += 1
+        self._count_dropped(Dropped.CANCELLED)
         self._tell_ended(store_key)
         for other, ask in store_key.asks.items():
             if other != rank:
@@ -401,7 +406,7 @@ class Stores:
                 self._cancel_one(job, index)
             for store_key in list(job.granted.values()):
                 if store_key.decision is Decision.FILLING:
-                    self._drop(store_key)
+                    self._drop(store_key, Dropped.CANCELLED)
                 self.residency.haunt(client, store_key.slots[client.rank])
             job.granted.clear()
         client.stores.clear()
@@ -414,18 +419,18 @@ class Stores:
                 continue
             for store_key in list(offer.keys.values()):
                 if store_key.decision is Decision.FILLING and client.rank not in store_key.asks:
-                    self._drop(store_key)
+                    self._drop(store_key, Dropped.CANCELLED)
                 elif store_key.decision is Decision.WAITING:
-                    offer.cut = True
+                    offer.cut = offer.cut or Dropped.CANCELLED
 
     def expire(self, now_ns: int) -> None:
         """Drop what was not decided or not filled in time; forget old offers."""
         for store_key in self.decide_deadlines.expired(now_ns):
-            store_key.offer.cut = True
+            store_key.offer.cut = store_key.offer.cut or Dropped.LATE
         for store_key in self.fill_deadlines.expired(now_ns):
             if store_key.decision is Decision.FILLING:
                 self.counts["fills_late"] += 1
-                self._drop(store_key)
+                self._drop(store_key, Dropped.LATE)
         for offer in self.offer_deadlines.expired(now_ns):
             if offer.undecided or offer.filling:
                 offer.due_ns = self.offer_deadlines.start(offer, now_ns)
@@ -435,7 +440,9 @@ class Stores:
     # ------------------------------------------------------------ looks
 
     def validate(self) -> None:
-        """Check that offers, queues and decisions agree."""
+        """Check that offers, queues and decisions agree, and that every dropped key has its reason."""
+        reasons = sum(self.counts[f"keys_dropped_{why}"] for why in Dropped)
+        invariant(reasons == self.counts["keys_dropped"], "keys were dropped without a reason", reasons=reasons)
         for offer_id, offer in self.offers.items():
             invariant(offer.id == offer_id, "offer under another identity", offer=offer_id)
             offer.validate()

@@ -233,7 +233,7 @@ def space_short(picture: Picture) -> Iterator[Found]:
     for row in picture.of(facts.IO_WORKER):
         total, free = number(row, facts.SPACE_TOTAL_BYTES), number(row, facts.SPACE_FREE_BYTES)
         refused = number(row, facts.errors("DEVICE_FULL"))
-        if row.get(facts.STORING) is False:
+        if row.get(facts.STORING) is False and row.get(facts.STORING_WHY) != facts.STORES_TURNED_OFF:
             what = f"no stores are taken: {row.get(facts.STORING_WHY, 'there is no room')} ({gib(free)} free)"
             advice = "Raise `capacity` or lower `min_free` of this device, or make room on its drive; loads go on."
             yield Found(subject_of(row), what, advice)
@@ -244,10 +244,19 @@ def space_short(picture: Picture) -> Iterator[Found]:
 
 
 @check
+def stores_off(picture: Picture) -> Iterator[Found]:
+    """Nobody has turned stores off."""
+    if picture.pool.get(facts.STORES_ON) is False:
+        advice = "`kvpool stores on` turns them on again; what is stored is loaded as before."
+        yield Found("pool", "stores are turned off", advice, degrades=False)
+
+
+@check
 def stores_dropped(picture: Picture) -> Iterator[Found]:
     """Most of what is offered is stored."""
     for row in picture.of(facts.IO_WORKER):
-        dropped, stored = number(row, facts.STORES_DROPPED), number(row, facts.STORES)
+        dropped = number(row, facts.STORES_DROPPED) - number(row, facts.STORES_DROPPED_OFF)
+        stored = number(row, facts.STORES)
         if dropped > STORES_DROPPED_SHARE_MAX * (dropped + stored):
             what = f"{dropped:.0f} of {dropped + stored:.0f} objects offered were dropped"
             advice = "Raise `staging` in [pool] if the drive keeps up on average, or add a device if it does not."
@@ -260,7 +269,10 @@ def write_only(picture: Picture) -> Iterator[Found]:
     for row in picture.of(facts.IO_WORKER):
         stored = number(row, facts.BYTES_STORED)
         if stored >= WRITE_ONLY_BYTES and facts.LOADS in row and not number(row, facts.LOADS):
-            advice = "If requests do repeat, compare the engines' namespaces and PYTHONHASHSEED between runs."
+            advice = (
+                "If requests do repeat, compare the engines' namespaces and PYTHONHASHSEED between runs; if they do "
+                "not, `kvpool stores off` spares the drive."
+            )
             yield Found(subject_of(row), f"{gib(stored)} were stored and nothing was ever loaded", advice)
 
 
@@ -271,8 +283,8 @@ def serves_little(picture: Picture) -> Iterator[Found]:
         kept, served = number(row, facts.BYTES_KEPT), number(row, facts.BYTES_SERVED)
         if kept >= SERVES_LITTLE_BYTES and served < SERVED_SHARE_MIN * kept:
             advice = (
-                "If requests do repeat, see why keys are missed (missed_* of the scheduler); if they do not, set "
-                'kv_role to "kv_consumer", or kvpool_store to false in requests.'
+                "If requests do repeat, see why keys are missed (missed_* of the scheduler); if they do not, "
+                "`kvpool stores off` for now, and kvpool_store: false in requests, or kv_role kv_consumer, for good."
             )
             yield Found(subject_of(row), f"{gib(kept)} were stored for {gib(served)} that were loaded", advice)
 

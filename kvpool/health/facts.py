@@ -88,7 +88,15 @@ PRELOAD_HITS = _fact("preload_hits", "objects asked for that had been read ahead
 PRELOAD_READS = _fact("preload_reads", "objects read ahead")
 EVICTED_BEFORE_USE = _fact("evicted_before_use", "objects read ahead whose slots went to others before any use")
 STORES = _fact("stores", "objects published")
-STORES_DROPPED = _fact("stores_dropped", "objects offered and not stored (no slot in time, cancelled, device full)")
+STORES_DROPPED = _fact("stores_dropped", "keys offered and not stored; the reasons stand beside it")
+STORES_DROPPED_OFF = _fact("stores_dropped_off", "of these: stores were turned off")
+STORES_DROPPED_ROOM = _fact("stores_dropped_room", "of these: the device had no room")
+STORES_DROPPED_DEVICE = _fact("stores_dropped_device", "of these: the device was given up for the time")
+STORES_DROPPED_DRAINING = _fact("stores_dropped_draining", "of these: the pool was ending")
+STORES_DROPPED_STAGING = _fact("stores_dropped_staging", "of these: staging has too few slots of that size")
+STORES_DROPPED_LATE = _fact("stores_dropped_late", "of these: no slot came in time, or it was not filled in time")
+STORES_DROPPED_CANCELLED = _fact("stores_dropped_cancelled", "of these: a rank cancelled, or left")
+STORES_DROPPED_PREFIX = _fact("stores_dropped_prefix", "of these: a key before it in its prefix was dropped")
 STORES_EXISTED = _fact("stores_existed", "objects offered that needed no store")
 BYTES_LOADED = _fact("bytes_loaded", "payload bytes read from the device")
 BYTES_STORED = _fact("bytes_stored", "payload bytes published on the device")
@@ -105,8 +113,8 @@ WRITE_BYTES_PER_S = _fact("write_bytes_per_s", "measured write speed; 0: not mea
 BACKLOG_BYTES = _fact("backlog_bytes", "bytes of loads queued or in flight")
 CAPACITY_BYTES = _fact("capacity_bytes", "what may lie on the device, as configured; 0: no such bound")
 USED_BYTES = _fact("used_bytes", "what lies on the device, as the filesystem counts; absent until it was counted")
-STORING = _fact("storing", "False: the device takes no new objects now, for lack of room")
-STORING_WHY = _fact("storing_why", "with storing False: what is lacking")
+STORING = _fact("storing", "False: the device takes no new objects now, for lack of room or by `kvpool stores off`")
+STORING_WHY = _fact("storing_why", "with storing False: what is lacking, or who turned it off")
 EVICTED_KEYS = _fact("evicted_keys", "keys removed for lack of room, since start")
 EVICTED_BYTES = _fact("evicted_bytes", "bytes removed with them, as the filesystem counts")
 EVICTIONS_SPARED = _fact("evictions_spared", "keys that were to be removed and were in use")
@@ -164,6 +172,7 @@ PRELOAD_EXPIRED = _fact("preload_expired", "admissions whose request did not sta
 PRELOAD_REVOKED = _fact("preload_revoked", "admissions that loads had to take slots from")
 PRELOAD_LOST = _fact("preload_lost", "admissions that ended with a device")
 PRELOAD_UNANSWERED = _fact("preload_unanswered", "admissions that a device did not answer in time")
+STORES_ON = _fact("stores_on", "False: turned off by `kvpool stores off`; loads go on")
 SEGMENTS = _fact("segments", "segments that exist")
 SEGMENTS_QUARANTINED = _fact("segments_quarantined", "segments of dead workers that wait for proof")
 DEVICES = _fact("devices", "devices configured")
@@ -174,6 +183,8 @@ ENGINES_OUTDATED = _fact("engines_outdated", "engines that neither load nor stor
 PEERS_REFUSED = _fact("peers_refused", "peers closed for a bad greeting, a bad frame, or another uid")
 PEERS_DROPPED = _fact("peers_dropped", "peers dropped since they did not read")
 
+#: The STORING_WHY of a pool that was told to store nothing.
+STORES_TURNED_OFF = "turned off by `kvpool stores off`"
 ERRORS_PREFIX = "errors_"
 
 

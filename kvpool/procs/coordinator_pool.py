@@ -70,6 +70,7 @@ from kvpool.wire.messages import (
     SegmentReturned,
     StagingUsed,
     StopWanted,
+    StoresWanted,
     Welcome,
     Withdraw,
     WorkerDown,
@@ -128,6 +129,8 @@ class Coordinator:
             self.loop, settings, self._directory, send=self._send_worker, waits=self._staging.waiting
         )
         self._epochs = Epochs(self.loop, self, len(settings.device))
+        #: False: somebody told the pool to store nothing for now.
+        self._stores_on = True
         #: Engines that have to reset since another one did, in order.
         self._outdated: dict[str, None] = {}
         self._rounds = Rounds(self.loop, self._health_rows, self._pool_facts)
@@ -193,6 +196,8 @@ class Coordinator:
             worker.peer.send(NamespaceOpened(namespace=number, spec=spec))
         for client in self._clients.with_role(RANK):
             self._join(client, worker)
+        if not self._stores_on:
+            worker.peer.send(StoresWanted(on=False))
         self._staging.worker_up(worker.device, worker.peer)
         self._devices_changed()
 
@@ -332,20 +337,37 @@ class Coordinator:
                 self._staging.forgotten(client.number, message.segment)
             case Report(), _:
                 self._rounds.reported(client.peer, message.report, message.facts)
-            case HealthWanted(), coordinator_clients.ADMIN:
+            case _, coordinator_clients.ADMIN:
+                self._admin_said(client, message)
+            case _:
+                raise ProtocolError("not a message of that role", type=type(message).__name__, role=client.role)
+
+    def _admin_said(self, client: Client, message: Message) -> None:
+        match message:
+            case HealthWanted():
                 self._rounds.asked(client.peer)
-            case ResizeWanted(staging_bytes=staging_bytes), coordinator_clients.ADMIN:
+            case ResizeWanted(staging_bytes=staging_bytes):
                 self._resizes.asked(client.peer, staging_bytes, draining=self.draining)
-            case ResetWanted(), coordinator_clients.ADMIN:
+            case ResetWanted():
                 self._try_reset(client, message.name)
-            case FilesRemoved(), coordinator_clients.ADMIN:
+            case StoresWanted():
+                self._switch_stores(client, message)
+            case FilesRemoved():
                 for device, settings in enumerate(self._settings.device):
                     if os.path.realpath(settings.path) == os.path.realpath(message.device_path):
                         self._send_worker(device, message)
-            case StopWanted(), coordinator_clients.ADMIN:
+            case StopWanted():
                 self.drain("asked to stop")
             case _:
                 raise ProtocolError("not a message of that role", type=type(message).__name__, role=client.role)
+
+    def _switch_stores(self, client: Client, message: StoresWanted) -> None:
+        if message.on != self._stores_on:
+            log.warning("stores are turned %s by `kvpool stores`; loads go on", "on" if message.on else "off")
+        self._stores_on = message.on
+        for worker in self._workers.ready:
+            worker.peer.send(message)
+        client.peer.send(message)
 
     def _announced(self, client: Client, message: Announce) -> None:
         statuses, probes = self._directory.announce(client.number, message.request, message.first, message.keys)
@@ -508,6 +530,7 @@ class Coordinator:
             f.DEVICES_HEALTHY: sum(state.healthy for state in self._workers.device_states()),
             f.CLIENTS: self._clients.engine_side_count,
             f.KEYS: self._directory.statistics()["keys"],
+            f.STORES_ON: self._stores_on,
             f.ENGINES_OUTDATED: ", ".join(self._engines_outdated()),
             f.PEERS_REFUSED: self._clients.refused_count,
             f.PEERS_DROPPED: self._clients.dropped_count,

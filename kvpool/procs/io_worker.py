@@ -114,8 +114,8 @@ class IoWorker:
         self._writes = SpeedMeter()
         self._errors: dict[str, int] = {}
         self._breaker = WorkerBreaker(self._device.name, settings.pool, now_ns=self._started_ns)
-        #: (healthy, storing) as the table knows them.
-        self._device_told = (True, True)
+        #: (healthy, refusing) as the table knows them.
+        self._device_told: tuple[bool, events.Dropped | None] = (True, None)
         self._state_told = (0.0, 0, True, 0)
         self._bytes_told = (0,) * 6
         #: When the state is to be told, as of the end of the last pass.
@@ -188,10 +188,10 @@ class IoWorker:
         self._breaker.note_late(self._table, now_ns)
         if self._breaker.healthy:
             self._room.look(now_ns)
-        wanted = (self._breaker.healthy, self._room.storing)
+        wanted = (self._breaker.healthy, self._room.refusing)
         if wanted != self._device_told:
             self._device_told = wanted
-            self._handle(events.DeviceChanged(healthy=wanted[0], storing=wanted[1]))
+            self._handle(events.DeviceChanged(healthy=wanted[0], refusing=wanted[1]))
         due_ns = self._breaker.due_ns()
         if due_ns is not None and due_ns <= now_ns:
             self._breaker.start_probe(now_ns)
@@ -251,8 +251,8 @@ class IoWorker:
                     self._send_control(wire.KeysProbed(probe=probe))
             case wire.PreloadReserve() | wire.PreloadCommit() | wire.PreloadWithdraw():
                 self._on_preload(message)
-            case wire.FilesRemoved(directory=directory, keys=keys, freed_bytes=freed_bytes):
-                self._files_removed(directory, keys, freed_bytes)
+            case wire.StoresWanted() | wire.FilesRemoved():
+                self._on_admin(message)
             case wire.ReportWanted(report=report):
                 self._send_control(wire.Report(report=report, facts=self._facts()))
             case wire.Drain():
@@ -260,6 +260,13 @@ class IoWorker:
                 self._handle(events.DrainStarted())
             case _:
                 raise ProtocolError("message not for a running worker", type=type(message).__name__)
+
+    def _on_admin(self, message: wire.StoresWanted | wire.FilesRemoved) -> None:
+        match message:
+            case wire.StoresWanted(on=on):
+                self._room.stores_on = on
+            case wire.FilesRemoved(directory=directory, keys=keys, freed_bytes=freed_bytes):
+                self._files_removed(directory, keys, freed_bytes)
 
     def _on_preload(self, message: wire.PreloadReserve | wire.PreloadCommit | wire.PreloadWithdraw) -> None:
         match message:
@@ -667,6 +674,7 @@ def _facts_of_table(counted: dict[str, int]) -> Facts:
         facts.LOADS_RESIDENT: counted.get("loads_resident", 0),
         facts.STORES: counted.get("writes", 0),
         facts.STORES_DROPPED: counted.get("keys_dropped", 0),
+        **{f"{facts.STORES_DROPPED}_{why}": counted.get(f"keys_dropped_{why}", 0) for why in events.Dropped},
         facts.STORES_EXISTED: counted.get("keys_existing", 0),
         facts.BYTES_LOADED: counted.get("read_bytes", 0),
         facts.BYTES_STORED: counted.get("write_bytes", 0),

@@ -31,7 +31,7 @@ import msgspec
 from kvpool import config
 from kvpool.core import layout
 from kvpool.core.eviction import Aged, Bounds, Filesystem, Occupancy, Verdict
-from kvpool.core.object_events import Event, KeysCondemned, KeysFound, KeysRemoved, ObjectId
+from kvpool.core.object_events import Dropped, Event, KeysCondemned, KeysFound, KeysRemoved, ObjectId
 from kvpool.core.trailer import ALIGNMENT_BYTES
 from kvpool.health import facts
 from kvpool.health.facts import Facts
@@ -128,6 +128,8 @@ class Room:
         self._going: dict[int, _Going] = {}
         self._token = 0
         self._verdict = Verdict(0, storing=True, why="")
+        #: False: `kvpool stores off`.
+        self.stores_on = True
         self._looked_ns = self._paused_ns = 0
         self._renewed: tuple[set[tuple[int, bytes]], set[tuple[int, bytes]]] = (set(), set())
         self._turned_ns = time.monotonic_ns()
@@ -140,9 +142,11 @@ class Room:
     # ------------------------------------------------------------ what the loop asks
 
     @property
-    def storing(self) -> bool:
-        """Whether the device takes new objects."""
-        return self._verdict.storing
+    def refusing(self) -> Dropped | None:
+        """Why the device takes no new objects; None: it does."""
+        if not self.stores_on:
+            return Dropped.OFF
+        return None if self._verdict.storing else Dropped.ROOM
 
     def fds(self) -> frozenset[int]:
         """Return the descriptors that the loop watches for this."""
@@ -384,15 +388,15 @@ class Room:
         """Return what health shows."""
         told: Facts = {
             facts.CAPACITY_BYTES: self._device.capacity_bytes,
-            facts.STORING: self._verdict.storing,
+            facts.STORING: self.refusing is None,
             facts.EVICTED_KEYS: self._evicted_keys,
             facts.EVICTED_BYTES: self._evicted_bytes,
             facts.EVICTIONS_SPARED: self._spared,
         }
         if self._occupancy.used_bytes is not None:
             told[facts.USED_BYTES] = self._occupancy.used_bytes
-        if not self._verdict.storing:
-            told[facts.STORING_WHY] = self._verdict.why
+        if self.refusing is not None:
+            told[facts.STORING_WHY] = self._verdict.why if self.stores_on else facts.STORES_TURNED_OFF
         return told
 
     def close(self) -> None:

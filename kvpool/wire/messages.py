@@ -329,6 +329,12 @@ class ResizeWanted(Message):
     staging_bytes: int
 
 
+class StoresWanted(Message):
+    """Admin, answered by the same, and on to every worker: take new objects, or none until told otherwise."""
+
+    on: bool
+
+
 class FilesRemoved(Message):
     """
     Admin, and on to that device's worker: somebody removed the files of these keys, of all ranks.
@@ -671,18 +677,18 @@ class Drain(Message):
 
 ClientToCoordinator = (
     Hello | CopiesEnded | SegmentForgotten | Announce | Withdraw | Report | HealthWanted | StopWanted | ResizeWanted
-    | ResetWanted | FilesRemoved
+    | ResetWanted | FilesRemoved | StoresWanted
 )  # fmt: skip
 CoordinatorToClient = (
     Welcome | Refused | WorkerUp | WorkerDown | SegmentUp | SegmentDown | Status | KeysChanged | StoresEnded
-    | DevicesChanged | ReportWanted | Health | ResizeState | ResetDone
+    | DevicesChanged | ReportWanted | Health | ResizeState | ResetDone | StoresWanted
 )  # fmt: skip
 RankToWorker = Load | Release | LoadCancel | Store | Filled | StoreCancel
 WorkerToRank = Ready | LoadFailed | StoreAnswer
 CoordinatorToWorker = (
     WorkerSetup | EpochWanted | NamespaceOpened | ClientJoined | ClientProven | SegmentGranted | SegmentsGranted
     | SegmentRecalled | KeysProbe | ReportWanted | PreloadReserve | PreloadCommit | PreloadWithdraw | Drain
-    | FilesRemoved
+    | FilesRemoved | StoresWanted
 )  # fmt: skip
 WorkerToCoordinator = (
     WorkerReady | EpochsTold | EpochKept | SegmentReturned | KeysTold | ScanEnded | KeysProbed | WorkerStoresEnded

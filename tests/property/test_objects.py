@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from kvpool.core.object_events import (
     DeviceChanged,
+    Dropped,
     LoadWanted,
     ObjectId,
     SlotsFilled,
@@ -179,7 +180,7 @@ class ObjectTableMachine(RuleBasedStateMachine):
 
     @rule(healthy=st.sampled_from([True, True, False]), storing=st.sampled_from([True, True, False]))
     def change_device(self, healthy: bool, storing: bool) -> None:
-        self.world.do(DeviceChanged(healthy=healthy, storing=storing))
+        self.world.do(DeviceChanged(healthy=healthy, refusing=None if storing else Dropped.ROOM))
 
     @rule(nanoseconds=st.sampled_from([1, 10, 60, 150, 400]))
     def pass_time(self, nanoseconds: int) -> None:

@@ -149,7 +149,8 @@ class SimNamespaces(Namespaces):
 class SimRoom:
     """Always room; keys are removed when the schedule says so."""
 
-    storing = True
+    refusing = None
+    stores_on = True
 
     def __init__(self, _device: object, namespaces: SimNamespaces, *, tell: Callable[[events.Event], None], watch: Any):
         self._namespaces = namespaces

@@ -85,6 +85,8 @@ SICK = [
     ("space_short", [worker(space_free_bytes=1 << 30)], {}, True),
     ("space_short", [worker(errors_device_full=1)], {}, True),
     ("space_short", [worker(storing=False, storing_why="its capacity is used")], {}, True),
+    ("stores_off", [worker(stores_dropped=9, stores_dropped_off=9)], {facts.STORES_ON: False}, False),
+    ("stores_off", [worker(storing=False, storing_why=facts.STORES_TURNED_OFF)], {facts.STORES_ON: False}, False),
     ("stores_dropped", [worker(stores=100, stores_dropped=6)], {}, True),
     ("write_only", [worker(loads=0)], {}, True),
     ("serves_little", [worker(), rank(bytes_kept=64 << 30, bytes_served=600 << 20)], {}, True),

@@ -1,6 +1,6 @@
 """The object table and its device: given up, used again, without room."""
 
-from kvpool.core.object_events import DeviceChanged, SendDropped, SendLoadFailed
+from kvpool.core.object_events import DeviceChanged, Dropped, SendDropped, SendLoadFailed
 from kvpool.errors import Code
 from tests.property.object_world import Rank, World
 from tests.unit.test_objects_loads import keys, run_io, world_with
@@ -42,6 +42,6 @@ def test_loads_and_stores_go_on_when_it_is_used_again() -> None:
 
 def test_a_device_without_room_still_loads() -> None:
     world, rank = world_with()
-    world.do(DeviceChanged(healthy=True, storing=False))
+    world.do(DeviceChanged(healthy=True, refusing=Dropped.ROOM))
     assert {} == failures(world.do_load(rank, keys(1)))
     assert any(isinstance(action, SendDropped) for action in offer(world, rank))

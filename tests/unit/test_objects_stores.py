@@ -6,6 +6,10 @@ import pytest
 
 from kvpool.core.object_events import (
     Action,
+    DeviceChanged,
+    DrainStarted,
+    Dropped,
+    Event,
     ObjectId,
     PublishObject,
     SendDropped,
@@ -13,6 +17,7 @@ from kvpool.core.object_events import (
     SendGranted,
     SendLoadFailed,
     SendReady,
+    StoreCancelled,
     StoreWanted,
     TableSettings,
     TellKey,
@@ -135,6 +140,43 @@ def test_later_parts_of_a_cut_offer_are_dropped() -> None:
 def test_a_key_that_could_never_get_slots_is_dropped_at_once() -> None:
     world, first, _ = two_ranks(slots=1)
     assert [0] == answers(ask(world, first, world.offer("a", keys(0))), SendDropped)
+
+
+def dropped(world: World) -> dict[Dropped, int]:
+    """Return how many keys were dropped for which reasons."""
+    counts = world.table.statistics()
+    return {why: counts[f"keys_dropped_{why}"] for why in Dropped if counts[f"keys_dropped_{why}"]}
+
+
+@pytest.mark.parametrize(
+    ("event", "why"),
+    [
+        (DeviceChanged(healthy=True, refusing=Dropped.OFF), Dropped.OFF),
+        (DeviceChanged(healthy=True, refusing=Dropped.ROOM), Dropped.ROOM),
+        (DeviceChanged(healthy=False, refusing=Dropped.OFF), Dropped.DEVICE),
+        (DrainStarted(), Dropped.DRAINING),
+    ],
+)
+def test_keys_are_dropped_for_what_their_device_or_pool_says(event: Event, why: Dropped) -> None:
+    world, rank = one_rank()
+    world.do(event)
+    ask(world, rank, world.offer("c", keys(0, 1)))
+    assert {why: 2} == dropped(world)
+
+
+def test_keys_are_dropped_for_what_happens_to_them_and_those_behind_them_for_that() -> None:
+    world, rank = one_rank(slots=4)
+    ask(world, rank, world.offer("c", keys(0, 1, 2, 3, 4, 5)))
+    world.do(StoreCancelled(client=rank.client, job=1, indices=[0]))
+    assert {Dropped.CANCELLED: 1, Dropped.PREFIX: 4} == dropped(world)
+    world.pass_time(DEEP.fill_deadline_ns)
+    assert {Dropped.CANCELLED: 1, Dropped.PREFIX: 4, Dropped.LATE: 1} == dropped(world)
+
+
+def test_keys_are_dropped_where_staging_has_too_few_slots_for_all_ranks() -> None:
+    world, first, _ = two_ranks(slots=1)
+    ask(world, first, world.offer("a", keys(0)))
+    assert {Dropped.STAGING: 1} == dropped(world)
 
 
 def test_an_engines_later_offer_takes_no_slots_that_an_earlier_one_waits_for() -> None:
