@@ -12,7 +12,7 @@ the index. What only the snapshot knows goes when a whole scan has not seen it.
 
 from dataclasses import dataclass, field
 
-from kvpool.core.object_events import Action, ObjectId, TellKey
+from kvpool.core.object_events import Action, ObjectId, TellKey, TellKeysStored
 from kvpool.core.packed_map import PackedMap
 from kvpool.errors import ProtocolError, invariant
 from kvpool.wire.messages import RESIDENT, STORED
@@ -109,6 +109,50 @@ class KeyIndex:
             self.missing.pop(object_id, None)
             space.changes += 1
             if new & space.full == space.full:
+                actions.append(TellKey(namespace=space.namespace, key=key, flags=space.flags(key)))
+
+    def remember(self, space: Namespace, keys: list[bytes], masks: list[int], actions: list[Action]) -> None:
+        """Those files existed when a snapshot was written. What was learned since then counts more."""
+        told, masks_of, shift = [], space.masks, space.rank_count
+        for key, named in zip(keys, masks, strict=True):
+            old = masks_of.get(key)
+            new = self._believed(space, key, named & space.full & ~old)
+            if not new:
+                continue
+            masks_of[key] = old | new | new << shift
+            if (old | new) & space.full != space.full:
+                continue
+            if key in space.staying:
+                actions.append(TellKey(namespace=space.namespace, key=key, flags=space.flags(key)))
+            else:
+                told.append(key)
+        if told:
+            actions.append(TellKeysStored(namespace=space.namespace, keys=told))
+
+    def _believed(self, space: Namespace, key: bytes, named: int) -> int:
+        """Return those ranks of *named* of which nobody knows better."""
+        if space.retired or key in space.removing:
+            return 0
+        if self.missing:
+            for rank in range(space.rank_count):
+                if named >> rank & 1 and ObjectId(space.namespace, key, rank) in self.missing:
+                    named &= ~(1 << rank)
+        return named
+
+    def forget_unseen(self, space: Namespace, keys: list[bytes], actions: list[Action]) -> None:
+        """A whole walk has not seen what only a snapshot says of these keys."""
+        for key in keys:
+            both = space.masks.get(key)
+            old, unseen = both & space.full, both >> space.rank_count
+            left = old & ~unseen
+            if not unseen:
+                continue
+            if left:
+                space.masks[key] = left
+            else:
+                space.masks.pop(key)
+            space.changes += 1
+            if old == space.full:
                 actions.append(TellKey(namespace=space.namespace, key=key, flags=space.flags(key)))
 
     def remove(self, object_id: ObjectId, actions: list[Action]) -> None:

@@ -146,10 +146,43 @@ class SimNamespaces(Namespaces):
         """Nothing to end."""
 
 
+class SimSnapshots:
+    """None is ever written."""
+
+    def __init__(self, *_what: object, **_how: object) -> None:
+        """Nothing to keep."""
+
+    def fds(self) -> frozenset[int]:
+        """None."""
+        return frozenset()
+
+    def due_ns(self) -> None:
+        """Nothing is due."""
+
+    def look(self, _now_ns: int) -> None:
+        """Nothing to write."""
+
+    def opened(self, _namespace: int) -> None:
+        """Not kept."""
+
+    def retired(self, _namespace: int) -> None:
+        """Not kept."""
+
+    def finish(self) -> None:
+        """Nothing to write."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
 class SimRoom:
     """Always room; keys are removed when the schedule says so."""
 
     storing = True
+    walking = False
+
+    def let_scan(self, _going: bool) -> None:
+        """Nothing walks."""
 
     def __init__(self, _device: object, namespaces: SimNamespaces, *, tell: Callable[[events.Event], None], watch: Any):
         self._namespaces = namespaces
