@@ -115,7 +115,7 @@ def _blocks(raw: bytes | memoryview, rank_count: int) -> Iterator[Block]:
         if not count:
             break
         end = at + count * (key_bytes + mask_bytes)
-        if not 0 < key_bytes <= KEY_BYTES_MAX or 8 * mask_bytes < rank_count or end > stop:
+        if not 0 < key_bytes <= KEY_BYTES_MAX or 8 * mask_bytes < rank_count:
             raise IntegrityError("index snapshot has a block that cannot be", at=at, key_bytes=key_bytes, count=count)
         found.append((key_bytes, mask_bytes, at, end))
         total += count
