@@ -113,14 +113,17 @@ class KeyIndex:
 
     def remember(self, space: Namespace, keys: list[bytes], masks: list[int], actions: list[Action]) -> None:
         """Those files existed when a snapshot was written. What was learned since then counts more."""
-        told, masks_of, shift = [], space.masks, space.rank_count
+        told, masks_of, shift, full = [], space.masks, space.rank_count, space.full
+        careful = bool(space.retired or space.removing or self.missing)
         for key, named in zip(keys, masks, strict=True):
-            old = masks_of.get(key)
-            new = self._believed(space, key, named & space.full & ~old)
+            new = self._believed(space, key, named & full) if careful else named & full
             if not new:
                 continue
-            masks_of[key] = old | new | new << shift
-            if (old | new) & space.full != space.full:
+            old = masks_of.add(key, new | new << shift)
+            if old >= 0:
+                new &= ~old
+                masks_of[key] = old | new | new << shift
+            if not new or (max(old, 0) | new) & full != full:
                 continue
             if key in space.staying:
                 actions.append(TellKey(namespace=space.namespace, key=key, flags=space.flags(key)))

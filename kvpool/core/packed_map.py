@@ -143,6 +143,14 @@ class PackedMap:
         return self.get(key, -1) >= 0
 
     def __setitem__(self, key: bytes, value: int) -> None:
+        if self.add(key, value) >= 0:
+            spread = crc32(key)
+            shard = self._by_length[len(key)][spread & _SHARD_MASK]
+            start = shard.find(key, spread >> SHARD_BITS) + shard.key_bytes
+            shard.entries[start : start + self.value_bytes] = value.to_bytes(self.value_bytes, "little")
+
+    def add(self, key: bytes, value: int) -> int:
+        """Put *key* if it is not there; return the number that it has already, or -1."""
         shards = self._by_length.get(len(key))
         if shards is None:
             shards = self._by_length[len(key)] = [_Shard(len(key), self.value_bytes) for _ in range(SHARDS)]
@@ -151,10 +159,8 @@ class PackedMap:
         start = shard.find(key, spread >> SHARD_BITS)
         if start < 0:
             shard.append(key, spread >> SHARD_BITS, value)
-        else:
-            shard.entries[start + shard.key_bytes : start + shard.entry_bytes] = value.to_bytes(
-                self.value_bytes, "little"
-            )
+            return -1
+        return int.from_bytes(shard.entries[start + shard.key_bytes : start + shard.entry_bytes], "little")
 
     def pop(self, key: bytes, default: int = 0) -> int:
         """Remove *key*, if it is there, and return its number."""

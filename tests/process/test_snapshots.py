@@ -23,7 +23,7 @@ from kvpool.io import snapshot_file
 from kvpool.procs import scanner
 from kvpool.procs.scanner import Found, FrameReader, Remembered, ScanEnded, SnapshotRead
 from kvpool.procs.turns import Walker
-from kvpool.procs.worker_scans import DROP_MAX, QUEUE_MAX, Scans
+from kvpool.procs.worker_scans import QUEUE_MAX, Scans
 from kvpool.procs.worker_snapshots import Snapshots
 from kvpool.wire import messages as m
 from tests.process.engine_bench import key
@@ -333,7 +333,8 @@ def test_scans_are_not_read_while_the_coordinator_has_enough_to_read() -> None:
         assert listened == heard.listened
 
 
-def test_what_no_walk_has_seen_is_dropped_a_little_at_a_time() -> None:
+def test_what_no_walk_has_seen_is_dropped_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.procs.worker_scans.DROP_MAX", 4)
     index = KeyIndex()
     index.add_namespace(1, 1, {0: 4096})
     space = index.namespaces[1]
@@ -348,7 +349,7 @@ def test_what_no_walk_has_seen_is_dropped_a_little_at_a_time() -> None:
         heard.look()
         for event in heard.told:
             assert isinstance(event, KeysUnseen)
-            assert len(event.keys) <= DROP_MAX
+            assert len(event.keys) <= 4
             index.forget_unseen(space, event.keys, [])
         heard.told.clear()
     assert [keys[7]] == list(space.masks)

@@ -20,7 +20,9 @@ def crowded_keys(count: int) -> list[bytes]:
 
 CROWDED = crowded_keys(40)
 KEYS = st.sampled_from(CROWDED) | st.binary(min_size=1, max_size=5)
-STEPS = st.lists(st.tuples(st.sampled_from(["put", "put", "pop", "get"]), KEYS, st.integers(0, 255)), max_size=120)
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["put", "put", "add", "pop", "get"]), KEYS, st.integers(0, 255)), max_size=120
+)
 
 
 def check_same(made: PackedMap, model: dict[bytes, int]) -> None:
@@ -39,6 +41,9 @@ def test_it_is_a_dict_of_small_numbers(value_bytes: int, steps: list[tuple[str, 
         value = number << 8 * (value_bytes - 1)
         if what == "put":
             made[key] = model[key] = value
+        elif what == "add":
+            assert model.get(key, -1) == made.add(key, value)
+            model.setdefault(key, value)
         elif what == "pop":
             assert model.pop(key, 7) == made.pop(key, 7)
         assert model.get(key, 9) == made.get(key, 9)

@@ -97,6 +97,7 @@ class SimNamespaces(Namespaces):
         self._owner = owner
         self._walks: dict[int, _Walk] = {}
         self.failures = 0
+        self.going = True
 
     def open(self, namespace: int, spec: wire.NamespaceSpec) -> int:
         """Start a walk over the files as they are from now on."""
@@ -118,6 +119,10 @@ class SimNamespaces(Namespaces):
         self._walks[fd] = walk
         walk.flag.set(kernel.now_ns + self._drive.rng.randrange(1, 20) * MS)
         return fd
+
+    def let_scans(self, going: bool) -> None:
+        """Kept for a check; these walks cost nothing."""
+        self.going = going
 
     def scan_fds(self) -> frozenset[int]:
         """Walks under way."""
@@ -332,6 +337,10 @@ class WorkerProcess:
         worker._handle(events.TimePassed())
         worker._look_after_device()
         worker._flush()
+        check(
+            not (worker._backlog_bytes() and worker._namespaces.going) or worker._scans._pace.in_turn,  # type: ignore[attr-defined]
+            "folders are walked while a load waits",
+        )
         if self._world.validates and self.process.kernel.rng.random() < 0.2:
             worker._table.validate()
         timeout_s = worker._timeout_s()
