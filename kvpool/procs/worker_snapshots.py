@@ -102,8 +102,11 @@ class Snapshots:
         return frozenset(writing | ({self._ending.pidfd} if self._ending is not None else set()))
 
     def due_ns(self) -> int | None:
-        """Return when :meth:`look` has to be called at the latest."""
-        return self._looked_ns + int(LOOK_S * 1e9) if self._kept else None
+        """Return when :meth:`look` has to be called at the latest; None while nothing has changed."""
+        spaces = ((self._index_of(namespace), kept) for namespace, kept in self._kept.items())
+        if any(space is not None and space.changes != kept.changes for space, kept in spaces):
+            return self._looked_ns + int(LOOK_S * 1e9)
+        return None
 
     def look(self, now_ns: int) -> None:
         """Start to write what is due."""

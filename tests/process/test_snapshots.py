@@ -24,7 +24,7 @@ from kvpool.procs import scanner
 from kvpool.procs.scanner import Found, FrameReader, Remembered, ScanEnded, SnapshotRead
 from kvpool.procs.turns import Walker
 from kvpool.procs.worker_scans import QUEUE_MAX, Scans
-from kvpool.procs.worker_snapshots import Snapshots
+from kvpool.procs.worker_snapshots import LOOK_S, Snapshots
 from kvpool.wire import messages as m
 from tests.process.engine_bench import key
 from tests.process.worker_harness import WorkerProcess, key_of
@@ -272,8 +272,10 @@ def beside(tmp_path: Path) -> Iterator[Beside]:
 
 def test_an_index_is_written_beside_the_work_once_it_has_changed(beside: Beside, tmp_path: Path) -> None:
     assert not beside.pass_time(601.0)
+    assert beside.made.due_ns() is None
     many = [key(number) for number in range(3000)]
     beside.add(*many)
+    assert beside.made.due_ns() == beside.now_ns + LOOK_S * 1e9
     assert beside.pass_time(11.0)
     beside.serve()
     read = snapshot_file.read(str(tmp_path / "index" / "s"), OWNER, 1)

@@ -186,8 +186,11 @@ class SimRoom:
     storing = True
     walking = False
 
-    def let_scan(self, _going: bool) -> None:
-        """Nothing walks."""
+    going = True
+
+    def let_scan(self, going: bool) -> None:
+        """Kept for a check; nothing walks."""
+        self.going = going
 
     def __init__(self, _device: object, namespaces: SimNamespaces, *, tell: Callable[[events.Event], None], watch: Any):
         self._namespaces = namespaces
@@ -338,7 +341,8 @@ class WorkerProcess:
         worker._look_after_device()
         worker._flush()
         check(
-            not (worker._backlog_bytes() and worker._namespaces.going) or worker._scans._pace.in_turn,  # type: ignore[attr-defined]
+            worker._namespaces.going == worker._room.going == worker._scans._pace.going  # type: ignore[attr-defined]
+            and not (worker._backlog_bytes() and worker._room.going and not worker._scans._pace.in_turn),  # type: ignore[attr-defined]
             "folders are walked while a load waits",
         )
         if self._world.validates and self.process.kernel.rng.random() < 0.2:
