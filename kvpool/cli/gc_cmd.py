@@ -25,9 +25,11 @@ from kvpool.cli.devices import (
 )
 from kvpool.client.admin import RemovalTeller
 from kvpool.config import parse_size
+from kvpool.core import layout
 from kvpool.core.eviction import Aged, OldestKeys
 from kvpool.errors import ConfigError, Exit
 from kvpool.health.render import size_text
+from kvpool.io import snapshot_file
 from kvpool.io.inventory import Walk, find_spaces
 from kvpool.io.remover import Condemned, remove_key
 
@@ -110,7 +112,7 @@ def _collect(
                 if until_s is None or found.used_s < until_s:
                     oldest.offer(Aged(found.used_s, found.stored_bytes, number, found.key))
     made = Collected(device.name, total)
-    keys = oldest.in_order()
+    keys, changed = oldest.in_order(), set[str]()
     with progress(sum(key.stored_bytes for key in keys), hidden=hidden) as advance:
         for key in keys:
             if until_s is None and made.freed_bytes >= total - left_bytes:
@@ -118,7 +120,10 @@ def _collect(
             freed_bytes = _remove(made, key, spaces[key.space].paths_of(key.key), dry_run=dry_run)
             if freed_bytes:
                 teller.removed(device.path, spaces[key.space].first, key.key, freed_bytes)
+                changed.add(spaces[key.space].fingerprint)
             advance(f"{device.name}: removing, {made.keys} keys", made.freed_bytes)
+    for fingerprint in changed:  # it names what is gone: better none, until a pool writes another
+        snapshot_file.remove(f"{device.path}/{layout.PRIVATE_NAME}", fingerprint)
     return made
 
 

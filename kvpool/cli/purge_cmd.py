@@ -32,6 +32,7 @@ from kvpool.config import load_settings
 from kvpool.core import layout
 from kvpool.errors import Exit, PoolUnavailable
 from kvpool.health.render import size_text
+from kvpool.io import snapshot_file
 from kvpool.io.inventory import Space, Walk, find_spaces
 from kvpool.io.remover import Condemned, remove_key
 
@@ -123,6 +124,7 @@ def _purge(device: Device, space: Space, *, emptied: bool, hidden: bool, teller:
             purged.failed += bool(removed.error)
             purged.keys += not removed.left
             advance(f"{device.name}: removing, {purged.keys} keys", 0)
+    snapshot_file.remove(f"{device.path}/{layout.PRIVATE_NAME}", space.fingerprint)
     if emptied and not purged.failed:
         _remove_folders(space, device.path)
     return purged

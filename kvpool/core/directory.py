@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvpool.core.packed_map import PackedMap
 from kvpool.errors import ProtocolError, invariant
 from kvpool.wire.codec import split
 from kvpool.wire.messages import ITEMS_MAX, RESIDENT, KeysChanged, KeyState, Message, Status, StoresEnded
@@ -57,7 +58,7 @@ class SendProbe(NamedTuple):
 class _Namespace:
     """What is known of one namespace: flags per device and key, whose scan has ended, who watches."""
 
-    flags: list[dict[bytes, int]]
+    flags: list[PackedMap]
     scanned: list[bool]
     watchers: dict[bytes, dict[int, int]] = field(default_factory=dict)
     #: (device, key) of probes in flight, so that a key is asked for once.
@@ -114,7 +115,7 @@ class Directory:
     def open_namespace(self, namespace: int) -> None:
         """Start a mirror for a namespace; again is fine."""
         count = len(self._running)
-        self._namespaces.setdefault(namespace, _Namespace([{} for _ in range(count)], [False] * count))
+        self._namespaces.setdefault(namespace, _Namespace([PackedMap(1) for _ in range(count)], [False] * count))
 
     def retire_namespace(self, namespace: int) -> None:
         """Forget a namespace that no scheduler is in any more, for good."""
@@ -146,7 +147,7 @@ class Directory:
         """That device's keys are gone until its next worker tells them again."""
         self._running[device] = False
         for found in self._namespaces.values():
-            lost, found.flags[device] = found.flags[device], {}
+            lost, found.flags[device] = found.flags[device], PackedMap(1)
             found.scanned[device] = False
             for key in found.watchers:
                 if key in lost:
@@ -171,7 +172,7 @@ class Directory:
             if entry.flags:
                 flags[entry.key] = entry.flags
             else:
-                flags.pop(entry.key, None)
+                flags.pop(entry.key)
             if entry.key in watchers:
                 self._mark(found, entry.key)
 
@@ -395,7 +396,7 @@ def _state(index: _Namespace, key: bytes, given_up: set[int]) -> tuple[int, int]
     """Return a key's flags and device, *given_up* devices left out: (0, NO_DEVICE) for a miss."""
     best_flags, best_device = 0, NO_DEVICE
     for device, flags_of in enumerate(index.flags):
-        flags = flags_of.get(key, 0)
+        flags = flags_of.get(key)
         if flags and device not in given_up and (not best_flags or (flags & RESIDENT) > (best_flags & RESIDENT)):
             best_flags, best_device = flags, device
     return best_flags, best_device

@@ -188,10 +188,27 @@ class StoreCancelled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeysFound:
-    """Files of these objects of one rank are on the device (scan, snapshot or probe)."""
+    """Files of these objects of one rank are on the device (scan or probe)."""
 
     namespace: int
     rank: int
+    keys: list[bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysRemembered:
+    """A snapshot names these keys, with the ranks (bits of the mask) whose files were there when it was written."""
+
+    namespace: int
+    keys: list[bytes]
+    masks: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysUnseen:
+    """The whole directory was walked: what only a snapshot says of these keys is not so."""
+
+    namespace: int
     keys: list[bytes]
 
 
@@ -304,9 +321,10 @@ class TimePassed:
 
 Event = (
     NamespaceAdded | SegmentAdded | SegmentRecalled | ClientJoined | ClientLeft | ClientProven | LoadWanted
-    | LoadCancelled | SlotsReleased | StoreWanted | SlotsFilled | StoreCancelled | KeysFound | FileOpened | FileRead
-    | ObjectPublished | DrainStarted | TimePassed | PreloadAsked | PreloadCommitted | PreloadWithdrawn
-    | DeviceChanged | KeysCondemned | KeysRemoved | FileForgotten | NamespaceRetired
+    | LoadCancelled | SlotsReleased | StoreWanted | SlotsFilled | StoreCancelled | KeysFound | KeysRemembered
+    | KeysUnseen | FileOpened | FileRead | ObjectPublished | DrainStarted | TimePassed | PreloadAsked
+    | PreloadCommitted | PreloadWithdrawn | DeviceChanged | KeysCondemned | KeysRemoved | FileForgotten
+    | NamespaceRetired
 )  # fmt: skip
 
 
@@ -419,6 +437,14 @@ class TellKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TellKeysStored:
+    """Tell the coordinator that these keys' flags on this device are `messages.STORED`: many at once."""
+
+    namespace: int
+    keys: list[bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TellStoreEnded:
     """Tell the engine's scheduler how its store of *key* ended: loadable from now on, or not stored."""
 
@@ -458,6 +484,6 @@ class SendPreloadLanded:
 
 Action = (
     OpenFile | ReadFile | CloseFile | PublishObject | SetAside | SendReady | SendLoadFailed | SendGranted | SendExists
-    | SendDropped | TellKey | TellStoreEnded | ReturnSegment | SendPreloadAnswer | SendPreloadRevoked
+    | SendDropped | TellKey | TellKeysStored | TellStoreEnded | ReturnSegment | SendPreloadAnswer | SendPreloadRevoked
     | SendPreloadLanded | RemoveKey
 )  # fmt: skip

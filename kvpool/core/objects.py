@@ -40,7 +40,9 @@ from kvpool.core.object_events import (
     FileRead,
     KeysCondemned,
     KeysFound,
+    KeysRemembered,
     KeysRemoved,
+    KeysUnseen,
     LoadCancelled,
     LoadWanted,
     NamespaceAdded,
@@ -181,6 +183,12 @@ class ObjectTable:
             SlotsFilled: lambda event: self._stores.fill(self._client(event.client), event.job, event.indices),
             StoreCancelled: lambda event: self._stores.cancel(self._client(event.client), event.job, event.indices),
             KeysFound: self._keys_found,
+            KeysRemembered: lambda event: self._index.remember(
+                self._index.namespaces[event.namespace], event.keys, event.masks, self._actions
+            ),
+            KeysUnseen: lambda event: self._index.forget_unseen(
+                self._index.namespaces[event.namespace], event.keys, self._actions
+            ),
             KeysCondemned: self._keys_condemned,
             KeysRemoved: self._keys_removed,
             FileForgotten: self._file_forgotten,
@@ -371,6 +379,10 @@ class ObjectTable:
             return True
         slot = self._residency.objects.get(object_id)
         return slot is not None and slot.held
+
+    def index_of(self, namespace: int) -> Namespace | None:
+        """Return what is known of a namespace's keys, to look at only."""
+        return self._index.namespaces.get(namespace)
 
     def load_backlog_bytes(self) -> int:
         """Return the bytes that loads still wait for; what is being read counts as the largest size in use."""

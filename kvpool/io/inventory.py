@@ -15,7 +15,7 @@ Does not cover: what is in the files (`io/object_check.py`), removing them (`io/
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -101,6 +101,7 @@ class Walk:
         other_bytes: Of everything else seen, folders among it.
         strays: Paths of files that are no objects and no manifests.
         unreadable: Folders that could not be read.
+        before_folder: Called before each folder is read: it may wait.
     """
 
     object_bytes: int = 0
@@ -109,6 +110,7 @@ class Walk:
     other_bytes: int = 0
     strays: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
+    before_folder: Callable[[], None] = lambda: None
     _folders: int = 0
     _measured: int = 0
     _measured_bytes: int = 0
@@ -179,6 +181,7 @@ class Walk:
     # ------------------------------------------------------------ inside
 
     def _entries(self, folder: str) -> list[os.DirEntry[str]]:
+        self.before_folder()
         try:
             with os.scandir(folder) as entries:
                 found = list(entries)

@@ -8,6 +8,7 @@ starter's session, process group or process tree does not find it.
 Does not cover: when to start or restart what (`core/supervision.py`).
 """
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -64,6 +65,16 @@ def set_parent_death_signal(parent_pid: int | None = None) -> bool:
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise HostError("cannot follow the parent's death", reason=os.strerror(ctypes.get_errno()))
     return parent_pid is None or os.getppid() == parent_pid
+
+
+def lower_priority(niceness: int) -> None:
+    """Let this process have the processor and the drive when nobody else wants them, as far as the system can."""
+    import psutil  # noqa: PLC0415 - helpers only: whoever else is imported with this file needs none of it
+
+    with contextlib.suppress(OSError):
+        os.nice(niceness)
+    with contextlib.suppress(OSError, psutil.Error):
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
 
 
 def spawn(

@@ -22,7 +22,7 @@ import os
 import select
 import sys
 import time
-from collections import defaultdict, deque
+from collections import deque
 from typing import assert_never
 
 import msgspec
@@ -35,7 +35,7 @@ from kvpool.core.speed import SpeedMeter
 from kvpool.core.usage import Usage
 from kvpool.errors import Code, Exit, HostError, InvariantError, KvpoolError, ProtocolError, invariant
 from kvpool.health import facts
-from kvpool.io import ring_engine, shm
+from kvpool.io import ring_engine, shm, snapshot_file
 from kvpool.io.channel import Channel, PeerGone, adopt
 from kvpool.io.engine import Ended, Engine, Kind, SegmentMemory
 from kvpool.io.faults import Faults
@@ -45,6 +45,8 @@ from kvpool.procs.worker_breaker import WorkerBreaker
 from kvpool.procs.worker_namespaces import Namespaces
 from kvpool.procs.worker_outbox import Outbox
 from kvpool.procs.worker_room import Room
+from kvpool.procs.worker_scans import Scans
+from kvpool.procs.worker_snapshots import Snapshots
 from kvpool.procs.worker_trials import Trials, is_trial
 from kvpool.wire import messages as wire
 from kvpool.wire.codec import split
@@ -95,8 +97,6 @@ class IoWorker:
         self._table = ObjectTable(_table_settings(setup.device, settings))
         self._outbox = Outbox(setup.device)
         self._namespaces = namespaces
-        #: namespace -> objects its scan has found so far.
-        self._objects_found: defaultdict[int, int] = defaultdict(int)
         self._started_ns = time.monotonic_ns()
         self._setup = setup
         #: client -> its socket. A client that left is in the table until it is proven, but not here.
@@ -129,6 +129,11 @@ class IoWorker:
             self._poller.register(fd, select.EPOLLIN)
         self._room = Room(self._device, namespaces, tell=self._handle, watch=self._watch)
         self._trials = Trials(self._forget)
+        self._scans = Scans(
+            namespaces, self._trials, self._poller,
+            tell=self._handle, send=self._tell_and_send, index_of=self._table.index_of,
+        )  # fmt: skip
+        self._snapshots = Snapshots(self._device.name, self._poller, namespaces, index_of=self._table.index_of)
 
     # ------------------------------------------------------------ the loop
 
@@ -147,7 +152,10 @@ class IoWorker:
                     self._handle(_rank_event(client, message))
                 self._look_after_device()
                 self._flush()
+            if self._breaker.healthy:
+                self._snapshots.finish()
         finally:
+            self._snapshots.close()
             self._room.close()
 
     def _sleep(self) -> None:
@@ -159,7 +167,9 @@ class IoWorker:
             if fd == self._control.fileno():
                 self._on_control(mask)
             elif fd in self._namespaces.scan_fds():
-                self._on_scan(fd)
+                self._scans.on_ready(fd)
+            elif fd in self._snapshots.fds():
+                self._snapshots.on_ready(fd)
             elif fd in self._room.fds():
                 self._room.on_ready(fd)
             else:
@@ -178,6 +188,8 @@ class IoWorker:
             self._usage.due_ns(),
             self._breaker.due_ns(),
             self._room.due_ns(),
+            self._scans.due_ns(walking=self._room.walking or not self._namespaces.complete()),
+            self._snapshots.due_ns(),
         ]
         due = min((ns for ns in dues if ns is not None), default=None)
         return None if due is None else max(0.0, (due - time.monotonic_ns()) / 1e9)
@@ -197,8 +209,16 @@ class IoWorker:
             self._breaker.start_probe(now_ns)
             self._engine.try_device(now_ns)
 
+    def _look_after_index(self) -> None:
+        now_ns = time.monotonic_ns()
+        self._room.let_scan(
+            self._scans.look(now_ns, busy=self._backlog_bytes() > 0, queue_length=self._control.queue_length)
+        )
+        self._snapshots.look(now_ns)
+
     def _flush(self) -> None:
         """End of a pass: new work to the engine, answers to their clients."""
+        self._look_after_index()
         self._engine.submit()
         for client, message in self._outbox.take_for_clients():
             self._send_rank(client, message)
@@ -298,6 +318,7 @@ class IoWorker:
             self._leave(client)
         for namespace in over:
             self._handle(events.NamespaceRetired(namespace=namespace))
+            self._snapshots.retired(namespace)
         self._send_control(wire.EpochKept(fingerprint=wanted.fingerprint, epoch=wanted.epoch, error=error))
 
     def _open_namespace(self, namespace: int, spec: wire.NamespaceSpec) -> None:
@@ -313,7 +334,8 @@ class IoWorker:
                 namespace=namespace, rank_count=spec.rank_count, slot_bytes=self._namespaces.slot_bytes(namespace)
             )
         )
-        self._poller.register(scan_fd, select.EPOLLIN)
+        self._scans.started(scan_fd)
+        self._snapshots.opened(namespace)
 
     def _files_removed(self, directory: str, keys: list[bytes], freed_bytes: int) -> None:
         self._room.told_removed(freed_bytes)
@@ -331,6 +353,10 @@ class IoWorker:
             self._slot_bytes[segment.segment] = segment.slot_bytes
             count = len(segment.memory) // segment.slot_bytes
             self._handle(events.SegmentAdded(segment=segment.segment, slot_bytes=segment.slot_bytes, slot_count=count))
+
+    def _tell_and_send(self, message: wire.Message) -> None:
+        self._tell_coordinator()
+        self._send_control(message)
 
     def _send_control(self, message: wire.Message) -> None:
         try:
@@ -412,19 +438,7 @@ class IoWorker:
         if known is not None:
             self._trials.left(client, known.space.namespace, known.rank)
 
-    # ------------------------------------------------------------ scans and probes
-
-    def _on_scan(self, fd: int) -> None:
-        scanned = self._namespaces.read_scan(fd)
-        for found in scanned.found:
-            keys = self._trials.found(scanned.namespace, found.rank, found.keys)
-            self._handle(events.KeysFound(namespace=scanned.namespace, rank=found.rank, keys=keys))
-            self._objects_found[scanned.namespace] += len(keys)
-        if scanned.ended:  # epoll forgets a descriptor that is closed
-            self._tell_coordinator()
-            self._send_control(
-                wire.ScanEnded(namespace=scanned.namespace, objects=self._objects_found.pop(scanned.namespace, 0))
-            )
+    # ------------------------------------------------------------ probes
 
     def _on_probed(self, ended: Ended) -> None:
         probe = self._namespaces.end_probe(ended)
@@ -481,6 +495,7 @@ class IoWorker:
                 | events.SendExists()
                 | events.SendDropped()
                 | events.TellKey()
+                | events.TellKeysStored()
                 | events.TellStoreEnded()
             ):
                 self._outbox.add(action)
@@ -733,6 +748,7 @@ def _serve(control: Channel) -> None:
     namespaces = Namespaces(files, device.name)
     try:
         _tell_epochs(control, namespaces, device)
+        snapshot_file.tidy(files.private)
         pipe = engine.take_ring_pipe()
         worker = IoWorker(control, setup, settings, engine, namespaces)
         control.send(

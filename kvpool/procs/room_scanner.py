@@ -5,7 +5,8 @@ Theory. `python -m kvpool.procs.room_scanner ROOT WANT_BYTES SINCE_S` walks all 
 writes frames to standard output as `scanner` does: `SpaceSeen` for each namespace, `KeysFresh` for keys with a file
 modified since SINCE_S (so that whoever wrote them does not count them twice), then `KeysAged` with the least recently
 used keys that together hold WANT_BYTES, in order, then `RoomCounted`; an end of file without that is a walk that
-failed. It runs at low priority, and its memory holds the keys it will name only.
+failed. It runs at low priority, asks before each folder whether it may go on (`turns.py`), and its
+memory holds the keys it will name only.
 """
 
 import contextlib
@@ -18,7 +19,9 @@ import msgspec
 
 from kvpool.core.eviction import Aged, OldestKeys
 from kvpool.io.inventory import Walk, find_spaces
+from kvpool.io.process import lower_priority
 from kvpool.procs.scanner import NICENESS
+from kvpool.procs.turns import Turns
 
 KEYS_MAX = 256
 _LENGTH_BYTES = 4
@@ -71,7 +74,7 @@ def walk(root: str, want_bytes: int, since_s: float, output: BinaryIO) -> None:
         output.write(len(body).to_bytes(_LENGTH_BYTES, "little") + body)
         output.flush()
 
-    seen, spaces, oldest = Walk(), find_spaces(root), OldestKeys(want_bytes)
+    seen, spaces, oldest = Walk(before_folder=Turns().wait), find_spaces(root), OldestKeys(want_bytes)
     for number, space in enumerate(spaces):
         write(SpaceSeen(space=number, directories=space.directories))
         fresh: list[tuple[bytes, list[int]]] = []
@@ -92,8 +95,7 @@ def walk(root: str, want_bytes: int, since_s: float, output: BinaryIO) -> None:
 
 def main(arguments: list[str]) -> int:
     """Walk the device named in *arguments*."""
-    with contextlib.suppress(OSError):
-        os.nice(NICENESS)
+    lower_priority(NICENESS)
     with contextlib.suppress(BrokenPipeError):  # the worker is gone, and so is the interest
         walk(arguments[0], int(arguments[1]), float(arguments[2]), sys.stdout.buffer)
     os._exit(0)  # no second flush into a broken pipe

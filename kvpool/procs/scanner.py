@@ -1,10 +1,12 @@
 """
 A helper process that walks namespace directories and tells which objects are there.
 
-Theory. `python -m kvpool.procs.scanner DIR ...`, one directory a rank, in rank order. It writes frames to standard
-output, each four bytes of length (little-endian) and one MessagePack message: `Found` many times, `ScanEnded` once at
-the end; an end of file without it is a scan that failed. The reader cuts frames with :class:`FrameReader`. It runs at
-low priority, holds a folder at a time, and needs no `stat` for an object: what a file really holds is seen at its load.
+Theory. `python -m kvpool.procs.scanner SNAPSHOT FINGERPRINT DIR ...`, one directory a rank, in rank order. It writes
+frames to standard output, each four bytes of length (little-endian) and one MessagePack message: `Remembered` for what
+the snapshot names, if there is one, and `SnapshotRead` at its end; then it walks, and writes `Found` many times,
+`ScanEnded` once at the end; an end of file without it is a scan that failed. The reader cuts frames with
+:class:`FrameReader`. The walk runs at low priority, asks before each folder whether it may go on (`turns.py`), holds a
+folder at a time, and needs no `stat` for an object: what a file really holds is seen at its load.
 
 Names that no object has, and objects in a folder that is not theirs, are counted and left alone. Temporary files that
 were last written before this process started belong to a worker that is gone, and are removed.
@@ -20,9 +22,14 @@ from typing import BinaryIO, Generic, TypeVar
 import msgspec
 
 from kvpool.core import layout
+from kvpool.errors import IntegrityError
+from kvpool.io import snapshot_file
+from kvpool.io.process import lower_priority
+from kvpool.procs.turns import Turns
+from kvpool.wire.messages import TRIAL_KEY
 
-KEYS_MAX = 512
-NICENESS = 10
+KEYS_MAX = 256
+NICENESS = 15
 #: File times are taken from a clock that is up to a tick behind.
 CLOCK_LAG_S = 0.02
 _LENGTH_BYTES = 4
@@ -33,6 +40,24 @@ class Found(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="fo
 
     rank: int
     keys: list[bytes]
+
+
+class Remembered(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="remembered", forbid_unknown_fields=True
+):
+    """Keys that the snapshot names, and the ranks (bits) that had them."""
+
+    keys: list[bytes]
+    masks: list[int]
+
+
+class SnapshotRead(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="snapshot", forbid_unknown_fields=True
+):
+    """All that the snapshot names was told; *reason*: why none of it could be."""
+
+    keys: int
+    reason: str
 
 
 class ScanEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="ended", forbid_unknown_fields=True):
@@ -74,16 +99,19 @@ class Frames(Generic[FrameT]):
         return messages
 
 
-class FrameReader(Frames[Found | ScanEnded]):
+Frame = Found | Remembered | SnapshotRead | ScanEnded
+
+
+class FrameReader(Frames[Frame]):
     """Cuts the scanner's output into messages."""
 
     def __init__(self) -> None:
-        super().__init__(msgspec.msgpack.Decoder(Found | ScanEnded))
+        super().__init__(msgspec.msgpack.Decoder(Frame))
 
 
-def command(directories: list[str]) -> list[str]:
-    """Return the command line that scans *directories*, one a rank."""
-    return [sys.executable, "-m", "kvpool.procs.scanner", *directories]
+def command(directories: list[str], snapshot: str = "", fingerprint: str = "") -> list[str]:
+    """Return the command line that reads *snapshot*, if one is named, and scans *directories*, one a rank."""
+    return [sys.executable, "-m", "kvpool.procs.scanner", snapshot, fingerprint, *directories]
 
 
 class Scan:
@@ -92,9 +120,27 @@ class Scan:
     def __init__(self, directories: list[str], output: BinaryIO, *, started_s: float) -> None:
         self._directories = directories
         self._output = output
+        self._turns = Turns()
         self._started_s = started_s
         self._encoder = msgspec.msgpack.Encoder()
         self._objects = self._ignored = self._removed = self._unreadable = 0
+
+    def remember(self, snapshot: str, fingerprint: str) -> None:
+        """Write what the snapshot names."""
+        count, reason = 0, ""
+        try:
+            for named, had in snapshot_file.read(snapshot, fingerprint, len(self._directories)):
+                there = [at for at, key in enumerate(named) if not key.startswith(TRIAL_KEY)]
+                keys, masks = [named[at] for at in there], [had[at] for at in there]
+                for first in range(0, len(keys), KEYS_MAX):
+                    part = slice(first, first + KEYS_MAX)
+                    self._write(Remembered(keys=keys[part], masks=masks[part]))
+                count += len(keys)
+        except BrokenPipeError:
+            raise
+        except (IntegrityError, OSError) as error:
+            reason = str(error)
+        self._write(SnapshotRead(keys=count, reason=reason))
 
     def run(self) -> None:
         """Walk, and write what is found; at last ScanEnded."""
@@ -115,7 +161,7 @@ class Scan:
         self._objects += len(keys)
         self._write(Found(rank=rank, keys=keys))
 
-    def _write(self, message: Found | ScanEnded) -> None:
+    def _write(self, message: Frame) -> None:
         body = self._encoder.encode(message)
         self._output.write(len(body).to_bytes(_LENGTH_BYTES, "little") + body)
         self._output.flush()
@@ -142,6 +188,7 @@ class Scan:
         return False
 
     def _entries(self, directory: str) -> list[os.DirEntry[str]]:
+        self._turns.wait()
         try:
             with os.scandir(directory) as entries:
                 return list(entries)
@@ -162,12 +209,14 @@ class Scan:
 
 
 def main(arguments: list[str]) -> int:
-    """Scan the directories named in *arguments*."""
-    started_s = time.time()
-    with contextlib.suppress(OSError):
-        os.nice(NICENESS)
+    """Read the snapshot and scan the directories named in *arguments*."""
+    snapshot, fingerprint, *directories = arguments
+    scan = Scan(directories, sys.stdout.buffer, started_s=time.time())
     with contextlib.suppress(BrokenPipeError):  # the worker is gone, and so is the interest
-        Scan(arguments, sys.stdout.buffer, started_s=started_s).run()
+        if snapshot:
+            scan.remember(snapshot, fingerprint)
+        lower_priority(NICENESS)
+        scan.run()
     os._exit(0)  # no second flush into a broken pipe
 
 

@@ -2,17 +2,15 @@
 The namespaces of one I/O worker: their directories, what an object's file is called, scans and probes.
 
 Theory. A namespace is opened once: its directories on the device are claimed (`io/files.py`), and a helper process
-starts to walk them (`scanner`). While it walks, loads work by name, and the coordinator may ask for keys that are not
-indexed yet (a probe: every rank's file is looked up by name). A scan that fails is a complete scan as far as anybody
-waits for it: what it did not see is a miss until it is stored again.
+reads the snapshot of its index, if there is one, and walks them (`scanner`). While it walks, loads work by name, and
+the coordinator may ask for keys that are not indexed yet (a probe: every rank's file is looked up by name). A scan that
+fails is a complete scan as far as anybody waits for it: what it did not see is a miss until it is stored again.
 
 Does not cover: the index itself (`core/key_index.py`), reading and writing of objects (`io/engine.py`).
 """
 
 import logging
 import os
-import signal
-import subprocess
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,17 +20,18 @@ from kvpool.core.epochs import base_of, epoch_of
 from kvpool.core.identities import differences
 from kvpool.core.object_events import ObjectId
 from kvpool.core.trailer import Expected
-from kvpool.errors import invariant
+from kvpool.io import snapshot_file
 from kvpool.io.engine import Ended, Engine
 from kvpool.io.files import DeviceFiles
 from kvpool.procs import scanner
+from kvpool.procs.turns import Walker
 from kvpool.procs.worker_epochs import WorkerEpochs
 from kvpool.wire.messages import NamespaceSpec
 
 log = logging.getLogger("kvpool.worker")
 
 #: Bytes taken from a scan's pipe in one pass, so that a scan never delays a load.
-SCAN_READ_BYTES = 64 * 1024
+SCAN_READ_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +54,7 @@ class Namespace:
 @dataclass(slots=True, kw_only=True)
 class _Scan:
     namespace: int
-    process: subprocess.Popen[bytes]
+    walker: Walker
     frames: scanner.FrameReader = field(default_factory=scanner.FrameReader)
     finished: bool = False
 
@@ -69,11 +68,19 @@ class _Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scanned:
-    """What one read of a scan's pipe brought; *ended*: the pipe is at its end."""
+    """
+    What one read of a scan's pipe brought.
+
+    Attributes:
+        ended: The pipe is at its end.
+        whole: All was walked.
+    """
 
     namespace: int
     found: list[scanner.Found]
     ended: bool
+    remembered: list[scanner.Remembered] = field(default_factory=list)
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,14 +132,9 @@ class Namespaces:
             fingerprint=bytes.fromhex(spec.fingerprint),
             payload_bytes={group.group: group.object_bytes for group in spec.groups},
         )
-        process = subprocess.Popen(
-            scanner.command(directories), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, close_fds=True
-        )
-        invariant(process.stdout is not None, "a scanner's output is a pipe")
-        fd = process.stdout.fileno() if process.stdout else -1
-        os.set_blocking(fd, False)
-        self._scans[fd] = _Scan(namespace=namespace, process=process)
-        return fd
+        walker = Walker(scanner.command(directories, self.snapshot_path(namespace), spec.fingerprint))
+        self._scans[walker.fd] = _Scan(namespace=namespace, walker=walker)
+        return walker.fd
 
     def retire(self, fingerprint: str, epoch: int) -> list[int]:
         """Serve no older epoch of what clients call *fingerprint*; return the namespaces that this ends."""
@@ -158,6 +160,14 @@ class Namespaces:
                 spec.model_name,
                 "; ".join(differences(other, spec)) or "its fingerprint",
             )
+
+    def fingerprint(self, namespace: int) -> str:
+        """Return the namespace's fingerprint, 64 hex digits."""
+        return self._open[namespace].spec.fingerprint
+
+    def snapshot_path(self, namespace: int) -> str:
+        """Return where the snapshot of the namespace's index is."""
+        return snapshot_file.path_of(self._files.private, self.fingerprint(namespace))
 
     def find(self, directory: str) -> int | None:
         """Return the namespace whose first rank's folder that is, if it is open."""
@@ -199,6 +209,11 @@ class Namespaces:
         """Tell whether no scan is under way."""
         return not self._scans
 
+    def let_scans(self, going: bool) -> None:
+        """Let the walks go on, or wait."""
+        for scan in self._scans.values():
+            scan.walker.let(going)
+
     def read_scan(self, fd: int) -> Scanned:
         """Take in what a scan has said; at its end reap its process."""
         scan = self._scans[fd]
@@ -207,19 +222,35 @@ class Namespaces:
         except BlockingIOError:
             return Scanned(namespace=scan.namespace, found=[], ended=False)
         found: list[scanner.Found] = []
+        remembered: list[scanner.Remembered] = []
         try:
             for message in scan.frames.feed(data):
-                if isinstance(message, scanner.Found):
-                    found.append(message)
-                else:
-                    scan.finished = True
-                    self._report(scan, message)
+                match message:
+                    case scanner.Found():
+                        found.append(message)
+                    case scanner.Remembered():
+                        remembered.append(message)
+                    case scanner.SnapshotRead():
+                        self._report_snapshot(message)
+                    case scanner.ScanEnded():
+                        scan.finished = True
+                        self._report(scan, message)
         except msgspec.MsgspecError as error:
             log.warning("device %s: the scan of its index broke: %s", self._device, error)
             data = b""
         if not data:
             self._end_scan(fd, scan)
-        return Scanned(namespace=scan.namespace, found=found, ended=not data)
+        return Scanned(
+            namespace=scan.namespace, found=found, ended=not data, remembered=remembered, whole=scan.finished
+        )
+
+    def _report_snapshot(self, read: scanner.SnapshotRead) -> None:
+        if read.reason:
+            log.warning("device %s: its index is scanned for anew: %s", self._device, read.reason)
+        elif read.keys:
+            log.info(
+                "device %s: %d keys known from the last run, while its folders are scanned", self._device, read.keys
+            )
 
     def _report(self, scan: _Scan, ended: scanner.ScanEnded) -> None:
         model = self._open[scan.namespace].spec.model_name
@@ -238,10 +269,7 @@ class Namespaces:
         del self._scans[fd]
         if not scan.finished:
             log.warning("device %s: the scan of its index ended early; what it missed is stored again", self._device)
-            scan.process.send_signal(signal.SIGKILL)
-        if scan.process.stdout is not None:
-            scan.process.stdout.close()
-        scan.process.wait()
+        scan.walker.end(kill=not scan.finished)
 
     # ------------------------------------------------------------ probes
 
@@ -271,8 +299,5 @@ class Namespaces:
         """End the helpers."""
         self.epochs.close()
         for scan in self._scans.values():
-            scan.process.kill()
-            scan.process.wait()
-            if scan.process.stdout is not None:
-                scan.process.stdout.close()
+            scan.walker.end(kill=True)
         self._scans.clear()

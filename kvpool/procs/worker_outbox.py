@@ -13,6 +13,7 @@ from collections import defaultdict
 from kvpool.core import object_events as events
 from kvpool.wire.codec import split
 from kvpool.wire.messages import (
+    STORED,
     KeyState,
     KeysTold,
     LoadFailed,
@@ -32,6 +33,7 @@ Say = (
     | events.SendExists
     | events.SendDropped
     | events.TellKey
+    | events.TellKeysStored
     | events.TellStoreEnded
 )
 
@@ -72,6 +74,8 @@ class Outbox:
                 self._dropped[client, job].append(index)
             case events.TellKey(namespace=namespace, key=key, flags=flags):
                 self._keys[namespace][key] = flags
+            case events.TellKeysStored(namespace=namespace, keys=keys):
+                self._keys[namespace].update(dict.fromkeys(keys, STORED))
             case events.TellStoreEnded(engine=engine, key=key, kept=kept):
                 ended = self._ended.setdefault(engine, ([], []))
                 ended[0 if kept else 1].append(key)

@@ -19,8 +19,6 @@ Does not cover: the sockets and the loop (`io_worker`).
 import logging
 import math
 import os
-import signal
-import subprocess
 import time
 from collections import deque
 from collections.abc import Callable
@@ -39,6 +37,7 @@ from kvpool.io.remover import Condemned, Remover
 from kvpool.procs import room_scanner
 from kvpool.procs.room_scanner import KeysAged, KeysFresh, RoomCounted, RoomFrame, SpaceSeen
 from kvpool.procs.scanner import CLOCK_LAG_S, Frames
+from kvpool.procs.turns import Walker
 from kvpool.procs.worker_namespaces import Namespaces
 
 log = logging.getLogger("kvpool.worker")
@@ -67,7 +66,7 @@ class _Scan:
         named: It was asked to name keys, not only to count.
     """
 
-    process: subprocess.Popen[bytes]
+    walker: Walker
     named: bool
     frames: Frames[RoomFrame] = field(
         default_factory=lambda: Frames(msgspec.msgpack.Decoder(SpaceSeen | KeysFresh | KeysAged | RoomCounted))
@@ -150,12 +149,22 @@ class Room:
 
     def fds(self) -> frozenset[int]:
         """Return the descriptors that the loop watches for this."""
-        scan = {self._scan.process.stdout.fileno()} if self._scan is not None and self._scan.process.stdout else set()
+        scan = {self._scan.walker.fd} if self._scan is not None else set()
         return frozenset({self._remover.fd, *scan})
 
     def due_ns(self) -> int:
         """Return when :meth:`look` has to be called at the latest."""
         return self._looked_ns + int(LOOK_S_MAX * 1e9)
+
+    @property
+    def walking(self) -> bool:
+        """Whether a helper walks the device."""
+        return self._scan is not None
+
+    def let_scan(self, going: bool) -> None:
+        """Let it go on, or wait."""
+        if self._scan is not None:
+            self._scan.walker.let(going)
 
     def on_ready(self, fd: int) -> None:
         """One of :meth:`fds` is readable."""
@@ -230,24 +239,17 @@ class Room:
 
     def _start_scan(self, want_bytes: int) -> None:
         try:
-            process = subprocess.Popen(
-                room_scanner.command(self._device.path, want_bytes, time.time() - CLOCK_LAG_S),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                close_fds=True,
-            )
+            walker = Walker(room_scanner.command(self._device.path, want_bytes, time.time() - CLOCK_LAG_S))
         except OSError as error:
             log.warning("device %s: its files cannot be counted now: %s", self._device.name, error)
             self._pause()
             return
         self._scans += 1
-        self._scan = _Scan(process=process, named=bool(want_bytes))
+        self._scan = _Scan(walker=walker, named=bool(want_bytes))
         self._occupancy.scan_started()
         self._freed_in_scan = 0
         self._fresh.clear()
-        if process.stdout is not None:
-            os.set_blocking(process.stdout.fileno(), False)
-            self._watch(process.stdout.fileno())
+        self._watch(walker.fd)
 
     def _read_scan(self, scan: _Scan, fd: int) -> None:
         try:
@@ -278,11 +280,7 @@ class Room:
 
     def _end_scan(self, scan: _Scan) -> None:
         self._scan = None
-        if scan.counted is None:
-            scan.process.send_signal(signal.SIGKILL)
-        if scan.process.stdout is not None:
-            scan.process.stdout.close()
-        scan.process.wait()
+        scan.walker.end(kill=scan.counted is None)
         if scan.counted is None:
             log.warning("device %s: its files could not be counted", self._device.name)
             self._want_count = bool(self._device.capacity_bytes) and self._occupancy.used_bytes is None
@@ -402,10 +400,7 @@ class Room:
     def close(self) -> None:
         """End the helper and the thread."""
         if self._scan is not None:
-            self._scan.process.kill()
-            self._scan.process.wait()
-            if self._scan.process.stdout is not None:
-                self._scan.process.stdout.close()
+            self._scan.walker.end(kill=True)
         self._remover.close()
 
 

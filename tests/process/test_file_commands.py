@@ -11,6 +11,7 @@ import pytest
 
 from kvpool.cli import main as cli
 from kvpool.core import layout
+from kvpool.io import snapshot_file
 from tests.process.stored_files import SLOT_BYTES, Stored, key_of
 
 Altered = Callable[[Stored], None]
@@ -213,6 +214,22 @@ def test_purge_without_a_pool_leaves_no_folder_of_that_model(stored: Stored, tmp
     file.write_text(f'[pool]\nrun_dir = "{tmp_path}/run"\n[[device]]\nname = "d"\npath = "{stored.root}"\n')
     assert 0 == run(capsys, "purge", "--config", str(file), "--model", "tiny", "--yes")[0]
     assert [layout.PRIVATE_NAME] == os.listdir(stored.root)
+
+
+def test_what_gc_and_purge_remove_is_not_named_by_a_snapshot_any_more(stored: Stored, capsys) -> None:
+    path = Path(snapshot_file.path_of(f"{stored.root}/.kvpool", stored.spec.fingerprint))
+    path.parent.mkdir()
+    path.write_bytes(b"names all of it")
+    stored.put(7, hours=100)
+    assert 0 == run(capsys, "gc", "--path", str(stored.root), "--older-than", "200h")[0]
+    assert path.exists(), "nothing went"
+    assert 0 == run(capsys, "gc", "--path", str(stored.root), "--older-than", "50h", "--dry-run")[0]
+    assert path.exists(), "nothing went"
+    assert 0 == run(capsys, "gc", "--path", str(stored.root), "--older-than", "50h")[0]
+    assert not path.exists()
+    path.write_bytes(b"names all of it")
+    assert 0 == run(capsys, "purge", "--path", str(stored.root), "--namespace", "a" * 8, "--yes")[0]
+    assert not path.exists()
 
 
 def test_purge_asks_and_takes_no_for_an_answer(stored: Stored, monkeypatch, capsys) -> None:

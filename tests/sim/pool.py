@@ -97,6 +97,7 @@ class SimNamespaces(Namespaces):
         self._owner = owner
         self._walks: dict[int, _Walk] = {}
         self.failures = 0
+        self.going = True
 
     def open(self, namespace: int, spec: wire.NamespaceSpec) -> int:
         """Start a walk over the files as they are from now on."""
@@ -118,6 +119,10 @@ class SimNamespaces(Namespaces):
         self._walks[fd] = walk
         walk.flag.set(kernel.now_ns + self._drive.rng.randrange(1, 20) * MS)
         return fd
+
+    def let_scans(self, going: bool) -> None:
+        """Kept for a check; these walks cost nothing."""
+        self.going = going
 
     def scan_fds(self) -> frozenset[int]:
         """Walks under way."""
@@ -146,11 +151,46 @@ class SimNamespaces(Namespaces):
         """Nothing to end."""
 
 
+class SimSnapshots:
+    """None is ever written."""
+
+    def __init__(self, *_what: object, **_how: object) -> None:
+        """Nothing to keep."""
+
+    def fds(self) -> frozenset[int]:
+        """None."""
+        return frozenset()
+
+    def due_ns(self) -> None:
+        """Nothing is due."""
+
+    def look(self, _now_ns: int) -> None:
+        """Nothing to write."""
+
+    def opened(self, _namespace: int) -> None:
+        """Not kept."""
+
+    def retired(self, _namespace: int) -> None:
+        """Not kept."""
+
+    def finish(self) -> None:
+        """Nothing to write."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
 class SimRoom:
     """Always room; keys are removed when the schedule says so."""
 
     refusing = None
     stores_on = True
+    walking = False
+    going = True
+
+    def let_scan(self, going: bool) -> None:
+        """Kept for a check; nothing walks."""
+        self.going = going
 
     def __init__(self, _device: object, namespaces: SimNamespaces, *, tell: Callable[[events.Event], None], watch: Any):
         self._namespaces = namespaces
@@ -300,6 +340,11 @@ class WorkerProcess:
         worker._handle(events.TimePassed())
         worker._look_after_device()
         worker._flush()
+        check(
+            worker._namespaces.going == worker._room.going == worker._scans._pace.going  # type: ignore[attr-defined]
+            and not (worker._backlog_bytes() and worker._room.going and not worker._scans._pace.in_turn),  # type: ignore[attr-defined]
+            "folders are walked while a load waits",
+        )
         if self._world.validates and self.process.kernel.rng.random() < 0.2:
             worker._table.validate()
         timeout_s = worker._timeout_s()

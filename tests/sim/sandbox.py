@@ -246,10 +246,10 @@ class Sandbox:
 
     Args:
         spawn: Starts a worker with this control socket, for the process whose turn it is.
-        room: What workers have in the place of `Room`.
+        room, snapshots: What workers have in the place of `Room` and `Snapshots`.
     """
 
-    def __init__(self, kernel: Kernel, spawn: Callable[[Socket], Process], room: object) -> None:
+    def __init__(self, kernel: Kernel, spawn: Callable[[Socket], Process], room: object, snapshots: object) -> None:
         self.kernel = kernel
         self.listener: Listener | None = None
         self._spawn = spawn
@@ -276,6 +276,7 @@ class Sandbox:
                          prefault=lambda _fd, _bytes, _go_on=None: None, punch_out=self._punch_out,
                          map_segment=self._map_segment, check_staging=lambda _bytes: None),
             "Room": room,
+            "Snapshots": snapshots,
             "Timer": lambda: _Timer(kernel),
             "ThreadPoolExecutor": lambda *_a, **_k: _Executor(kernel),
         }  # fmt: skip

@@ -24,7 +24,7 @@ from .drive import Drive, DriveFaults
 from .engines import EngineProcess, RankProcess, Request
 from .kernel import MS, US, Kernel, Process, S, Socket, Violation, check
 from .memory import Leases
-from .pool import CoordinatorProcess, SimRoom, WorkerProcess
+from .pool import CoordinatorProcess, SimRoom, SimSnapshots, WorkerProcess
 from .sandbox import Sandbox
 
 #: Kinds of faults that a schedule may have.
@@ -148,7 +148,7 @@ class World:
         self.kernel = Kernel(self.rng)
         self.settings = plan.settings()
         self.leases = Leases()
-        self.sandbox = Sandbox(self.kernel, self._spawn_worker, SimRoom)
+        self.sandbox = Sandbox(self.kernel, self._spawn_worker, SimRoom, SimSnapshots)
         self.sandbox.greets = lambda process: self.leases.end_of_rank(process.pid)
         self.drives = [self._drive() for _ in range(plan.devices)]
         self.workers: list[WorkerProcess] = []

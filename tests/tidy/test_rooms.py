@@ -28,8 +28,9 @@ ARROWS = {
 #: Rooms without clock, chance, files, sockets, processes, environment: these modules, and no others.
 PURE = {"core", "wire"}
 PURE_MODULES = {
-    "abc", "bisect", "binascii", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools",
-    "json", "math", "operator", "re", "struct", "types", "typing", "zlib", "msgspec", "xxhash", "numpy", "scipy",
+    "abc", "array", "bisect", "binascii", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq",
+    "itertools", "json", "math", "operator", "re", "struct", "types", "typing", "zlib", "msgspec", "xxhash", "numpy",
+    "scipy",
 }  # fmt: skip
 PURE_BUILTINS_NOT = {"open", "print", "input"}
 
