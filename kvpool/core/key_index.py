@@ -35,7 +35,8 @@ class Namespace:
         slot_bytes: Slot size of each KV group's objects.
         full: The mask with every rank's bit.
         masks: Per key the ranks whose file exists, never 0, and above them those of which only a snapshot says so.
-        changes: How often that has changed, for who keeps a copy.
+        young: Keys that got slots for their store since this process started; what else is loaded is older than it.
+        changes: How often `masks` has changed, for who keeps a copy.
         staying: Ranks whose object is in staging and stays there for now, per key; never 0.
         removing: Keys whose files are being removed: not in `masks`, neither stored nor loaded until that has ended.
         retired: It was reset: no key of it is known any more, whatever comes.
@@ -46,6 +47,7 @@ class Namespace:
     slot_bytes: dict[int, int]
     full: int = field(init=False)
     masks: PackedMap = field(init=False)
+    young: PackedMap = field(default_factory=lambda: PackedMap(1))
     changes: int = 0
     staying: dict[bytes, int] = field(default_factory=dict)
     removing: set[bytes] = field(default_factory=set)
@@ -168,6 +170,7 @@ class KeyIndex:
             space.masks[key] = left
         else:
             space.masks.pop(key)
+        space.young.pop(key)
         space.changes += 1
         self.missing[object_id] = None
         if len(self.missing) > MISSING_MAX:
@@ -177,6 +180,7 @@ class KeyIndex:
     def condemn(self, space: Namespace, key: bytes, actions: list[Action]) -> None:
         """The files of *key* are about to be removed."""
         space.masks.pop(key)
+        space.young.pop(key)
         space.changes += 1
         space.removing.add(key)
         actions.append(TellKey(namespace=space.namespace, key=key, flags=space.flags(key)))
@@ -186,6 +190,7 @@ class KeyIndex:
         space = self.namespaces[namespace]
         space.retired = True
         space.masks.clear()
+        space.young.clear()
         self.missing = {known: None for known in self.missing if known.namespace != namespace}
 
     def is_removing(self, object_id: ObjectId) -> bool:

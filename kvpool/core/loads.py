@@ -169,6 +169,8 @@ class Loads:
         waiter.due_ns = 0
         waiter.place = None
         self.counts["loads_ready"] += 1
+        if waiter.object.key not in self.index.namespaces[waiter.object.namespace].young:
+            self.counts["loads_older"] += 1
         self.residency.pin(job, waiter.index, slot)
 
     def fail(self, waiter: Waiter, code: Code) -> None:

@@ -73,8 +73,8 @@ from kvpool.errors import Code, ProtocolError, invariant, unreachable
 
 #: Counters that statistics() always has; `loads_failed_<code>` come beside them when they happen.
 COUNTERS = (
-    "loads_wanted", "loads_ready", "loads_resident", "loads_failed", "loads_parked", "reads", "read_bytes",
-    "read_errors", "corrupt",
+    "loads_wanted", "loads_ready", "loads_resident", "loads_older", "loads_failed", "loads_parked", "reads",
+    "read_bytes", "read_errors", "corrupt",
     "stores_wanted", "keys_granted", "keys_existing", "keys_dropped", "keys_filled", "keys_stored", "keys_lost",
     *(f"keys_dropped_{why}" for why in Dropped),
     "keys_removed", "fills_late", "writes", "write_bytes", "write_errors", "writes_no_space", "ops_late",

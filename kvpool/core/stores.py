@@ -259,6 +259,7 @@ class Stores:
         offer.filling += 1
         self.filling[space.namespace, store_key.key] = store_key
         self.counts["keys_granted"] += 1
+        space.young[store_key.key] = 1
         self._answer_all(store_key)
 
     def _exists(self, store_key: StoreKey) -> None:

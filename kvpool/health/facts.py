@@ -81,6 +81,7 @@ SLOTS_ADMITTED = _fact("slots_admitted", "slots of objects that are kept, or rea
 SLOT_SIZES = _fact("slot_sizes", "number of different slot sizes in use")
 
 LOADS = _fact("loads", "objects answered Ready")
+LOADS_OLDER = _fact("loads_older", "of these, stored before this process started, or by another host")
 LOADS_RESIDENT = _fact("loads_resident", "of these, already in staging when asked")
 LOADS_JOINED = _fact("loads_joined", "of these, served by a read that somebody else had begun")
 CACHE_HITS = _fact("cache_hits", "objects asked for, stored again or wanted ahead that the staging cache had")

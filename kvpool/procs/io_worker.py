@@ -686,6 +686,7 @@ def _facts_of_table(counted: dict[str, int]) -> Facts:
         facts.EVICTED_BEFORE_USE: counted["evicted_before_use"],
         facts.INDEX_OBJECTS: counted["keys"],
         facts.LOADS: counted.get("loads_ready", 0),
+        facts.LOADS_OLDER: counted.get("loads_older", 0),
         facts.LOADS_RESIDENT: counted.get("loads_resident", 0),
         facts.STORES: counted.get("writes", 0),
         facts.STORES_DROPPED: counted.get("keys_dropped", 0),

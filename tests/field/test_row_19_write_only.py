@@ -15,6 +15,8 @@ def test_row_19_what_one_engine_stores_another_is_served_after_a_restart_and_bot
         first.wait_connected().store(1)
         first.wait_hits()
         assert (len(KEYS) * OBJECT_BYTES, 0) == _kept_and_served(first)
+        assert served(first, 1)
+        assert (len(KEYS), 0) == _loaded_and_older(pool)
     finally:
         first.close()
     assert 0 == pool.end(WAIT_S)
@@ -25,6 +27,7 @@ def test_row_19_what_one_engine_stores_another_is_served_after_a_restart_and_bot
         second.wait_connected().wait_hits()
         assert served(second, 1)
         assert (0, len(KEYS) * OBJECT_BYTES) == _kept_and_served(second)
+        assert (len(KEYS), len(KEYS)) == _loaded_and_older(pool)
     finally:
         second.close()
         pool.close()
@@ -33,6 +36,11 @@ def test_row_19_what_one_engine_stores_another_is_served_after_a_restart_and_bot
 def test_row_19_storing_much_for_nothing_is_a_finding() -> None:
     row: facts.Facts = {facts.ROLE: facts.RANK_CLIENT, facts.BYTES_KEPT: SERVES_LITTLE_BYTES, facts.BYTES_SERVED: 0}
     assert ["serves_little"] == [finding.check for finding in findings_of(Picture({}, [row]))]
+
+
+def _loaded_and_older(pool: PoolProcess) -> tuple[float, ...]:
+    rows = pool.worker_rows()
+    return tuple(sum(row[fact] for row in rows) for fact in (facts.LOADS, facts.LOADS_OLDER))
 
 
 def _kept_and_served(engine: Engine) -> tuple[object, object]:

@@ -27,6 +27,7 @@ from kvpool.core.object_events import (
 from kvpool.errors import Code, ProtocolError
 from kvpool.wire.messages import RESIDENT, STORED
 from tests.property.object_world import SETTINGS, Offer, Rank, World, key_of
+from tests.unit.test_objects_loads import run_io
 
 DEEP = replace(SETTINGS, iodepth=8, open_lookahead=8)
 
@@ -101,6 +102,17 @@ def test_a_filled_key_is_resident_then_stored_and_a_hit_all_the_time() -> None:
     told = [action.flags for action in world.end_publish(2) if isinstance(action, TellKey)]
     assert [STORED | RESIDENT, STORED] == told
     assert (16, True) == (world.table.statistics()["slots_free"], world.table.drained())
+
+
+def test_loads_of_what_this_process_stored_are_told_from_loads_of_what_it_found() -> None:
+    world, rank = one_rank()
+    found = ObjectId(rank.namespace, key_of(7), 0)
+    world.files[found] = found
+    store(world, "c", [rank], 0)
+    for numbers, older in (((0,), 0), ((0, 7), 1), ((7,), 2)):
+        world.do_load(rank, keys(*numbers))
+        run_io(world)
+        assert older == world.table.statistics()["loads_older"]
 
 
 def test_keys_without_slots_for_all_ranks_wait_in_prefix_order_and_stream() -> None:
