@@ -252,6 +252,14 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     sync_on_store: Annotated[
         bool, Rule("fsync every file and its directory before the object counts as stored: survives a power cut.")
     ] = False
+    shared: Annotated[
+        bool,
+        Rule(
+            "Other hosts' pools use the same directory: keys that this one does not know are looked for by name when a "
+            "request asks for them, once in 2 seconds. Each host counts what others stored only now and then, so leave "
+            "the capacity some room."
+        ),
+    ] = False
     capacity_bytes: Annotated[
         int,
         Rule(

@@ -12,7 +12,9 @@ change and however slowly a scheduler reads, what waits for it is bounded by wha
 While a running worker has not finished its scan of a namespace, its silence about a key means
 nothing. Unknown keys of an announcement are then asked of it by name (a *probe*), the answer says
 `complete=False`, and once the last probe of the request has ended the whole request is answered
-again. A device without a running worker is not asked: its keys are misses until it is back.
+again. A device without a running worker is not asked: its keys are misses until it is back. A device
+that other hosts use too is asked for unknown keys at any time, but not again for ABSENT_S for those that
+were not found.
 
     announce -> Status(complete)                    all scans ended, or all keys known
     announce -> Status(not complete) + KeysProbe    -> probed / worker_down -> Status(complete)
@@ -36,6 +38,10 @@ STORES_ENDED_MAX = 1 << 18
 #: Longest key that can be announced: vLLM's have 36 bytes, and ITEMS_MAX of this size are split into few frames.
 KEY_BYTES_MAX = 512
 NO_DEVICE = 255
+#: A key that a shared device did not have is not looked for again for so long.
+ABSENT_S = 2.0
+#: So many of those are remembered for each namespace.
+ABSENT_MAX = 1 << 16
 
 
 class SendStatus(NamedTuple):
@@ -63,6 +69,21 @@ class _Namespace:
     watchers: dict[bytes, dict[int, int]] = field(default_factory=dict)
     #: (device, key) of probes in flight, so that a key is asked for once.
     probed: dict[tuple[int, bytes], int] = field(default_factory=dict)
+    #: (shared device, key) -> until when it counts as absent; in the order of that time.
+    absent: dict[tuple[int, bytes], int] = field(default_factory=dict)
+
+    def note_absent(self, device: int, keys: Iterable[bytes], now_ns: int) -> None:
+        """A shared device was asked for *keys*: what it still does not know is not there for now."""
+        until_ns = now_ns + int(ABSENT_S * 1e9)
+        for key in keys:
+            self.absent.pop((device, key), None)
+            if key not in self.flags[device]:
+                self.absent[device, key] = until_ns
+        while self.absent:
+            oldest = next(iter(self.absent))
+            if self.absent[oldest] > now_ns and len(self.absent) <= ABSENT_MAX:
+                break
+            del self.absent[oldest]
 
 
 @dataclass(slots=True)
@@ -97,9 +118,10 @@ class _Probe:
 
 
 class Directory:
-    """See the module. *device_count* devices, none running at first."""
+    """See the module. *device_count* devices, none running at first; other hosts use those that are *shared* too."""
 
-    def __init__(self, device_count: int) -> None:
+    def __init__(self, device_count: int, shared: Iterable[int] = ()) -> None:
+        self._shared = frozenset(shared)
         self._running = [False] * device_count
         #: Devices whose workers say that they are given up for now: all their keys are misses.
         self._given_up: set[int] = set()
@@ -182,7 +204,7 @@ class Directory:
         if found is not None:
             found.scanned[device] = True
 
-    def probed(self, device: int, number: int) -> list[SendStatus]:
+    def probed(self, device: int, number: int, *, now_ns: int = 0) -> list[SendStatus]:
         """A probe has ended: answer the requests that waited for no other."""
         probe = self._probes.get(number)
         if probe is None or probe.device != device:
@@ -191,6 +213,8 @@ class Directory:
         found = self._namespaces[probe.namespace]
         for key in probe.keys:
             found.probed.pop((device, key), None)
+        if device in self._shared and self._running[device]:
+            found.note_absent(device, probe.keys, now_ns)
         statuses: list[SendStatus] = []
         for scheduler, name in sorted(probe.waiting):
             request = self._schedulers[scheduler].requests[name]
@@ -224,7 +248,7 @@ class Directory:
         del self._schedulers[scheduler]
 
     def announce(
-        self, scheduler: int, request: str, first: int, keys: Sequence[bytes]
+        self, scheduler: int, request: str, first: int, keys: Sequence[bytes], *, now_ns: int = 0
     ) -> tuple[list[SendStatus], list[SendProbe]]:
         """
         A request, or a further part of it, arrived: watch its keys, answer now, probe what is not known.
@@ -246,7 +270,7 @@ class Directory:
         room = max(0, ANNOUNCED_KEYS_MAX - found.announced_keys)
         announced.keys[first:] = keys[:room]
         self._watch(scheduler, found, keys[:room])
-        waits, probes = self._probe(scheduler, request, announced, keys[:room])
+        waits, probes = self._probe(scheduler, request, announced, keys[:room], now_ns)
         return self._statuses(scheduler, request, first, keys, complete=not waits), probes
 
     def withdraw(self, scheduler: int, requests: Iterable[str]) -> None:
@@ -296,24 +320,32 @@ class Directory:
     # ---------------------------------------------------------------- inside
 
     def _probe(
-        self, scheduler: int, name: str, request: _Request, keys: Sequence[bytes]
+        self, scheduler: int, name: str, request: _Request, keys: Sequence[bytes], now_ns: int
     ) -> tuple[bool, list[SendProbe]]:
-        """Ask for unknown keys wherever a scan runs. Returns whether *keys* wait for a probe, and the new probes."""
+        """
+        Ask for unknown keys wherever a scan runs, or other hosts store.
+
+        Returns whether *keys* wait for a probe, and the new probes.
+        """
         namespace = self._schedulers[scheduler].namespace
         found = self._namespaces[namespace]
-        scanning = [
+        asked = [
             device
             for device, running in enumerate(self._running)
-            if running and not found.scanned[device] and device not in self._given_up
+            if running and (device in self._shared or not found.scanned[device]) and device not in self._given_up
         ]
-        if not scanning:
+        if not asked:
             return False, []
         unknown = [key for key in dict.fromkeys(keys) if not _state(found, key, self._given_up)[0]]
         joined: set[int] = set()
         probes: list[SendProbe] = []
-        for device in scanning:
+        for device in asked:
             joined.update(number for key in unknown if (number := found.probed.get((device, key))) is not None)
-            wanted = [key for key in unknown if (device, key) not in found.probed]
+            wanted = [
+                key
+                for key in unknown
+                if (device, key) not in found.probed and now_ns >= found.absent.get((device, key), 0)
+            ]
             for _, part in split(wanted):
                 probes.append(SendProbe(device, self._next_probe, namespace, part))
                 self._probes[self._next_probe] = _Probe(device, namespace, part, set())

@@ -31,7 +31,7 @@ QUARANTINE_NAME = "quarantine"
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _OBJECT_NAME = re.compile(rf"((?:[0-9a-f]{{2}}){{1,{HASH_BYTES_MAX}}})(?:_g([1-9][0-9]{{0,9}}))?\.bin", re.ASCII)
-_TEMPORARY_NAME = re.compile(r"\.kvpool-[0-9]+-[0-9]+\.tmp", re.ASCII)
+_TEMPORARY_NAME = re.compile(r"\.kvpool-[0-9a-f]+-[0-9]+\.tmp", re.ASCII)
 
 
 def object_directory(key: bytes) -> str:
@@ -63,9 +63,14 @@ def maybe_key(name: str) -> bytes | None:
     return bytes.fromhex(match[1]) + group.to_bytes(GROUP_BYTES, "big")
 
 
-def temporary_name(pid: int, number: int) -> str:
-    """Return the name of a file that is not published yet, for filesystems without unnamed files."""
-    return f".kvpool-{pid}-{number}.tmp"
+def temporary_name(writer: str, number: int) -> str:
+    """
+    Return the name of a file that is not published yet, for filesystems without unnamed files.
+
+    Args:
+        writer: Hexadecimal; no other process has it, on whatever host.
+    """
+    return f".kvpool-{writer}-{number}.tmp"
 
 
 def is_temporary(name: str) -> bool:

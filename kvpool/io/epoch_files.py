@@ -14,7 +14,7 @@ import time
 
 import msgspec
 
-from kvpool.io.files import LEFTOVER_AGE_S
+from kvpool.io.files import LEFTOVER_AGE_S, WRITER
 
 EPOCHS_NAME = "epochs"
 TRASH_NAME = "trash"
@@ -60,7 +60,7 @@ def keep_epoch(private: str, fingerprint: str, epoch: int) -> None:
         return
     folder = f"{private}/{EPOCHS_NAME}"
     os.makedirs(folder, 0o700, exist_ok=True)
-    temporary = f"{folder}/.{fingerprint}-{os.getpid()}"
+    temporary = f"{folder}/.{fingerprint}-{WRITER}"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with open(fd, "wb") as file:
         file.write(msgspec.json.encode(Kept(epoch=epoch)))

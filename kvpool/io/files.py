@@ -14,6 +14,7 @@ import enum
 import errno
 import mmap
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from kvpool.wire.messages import NamespaceSpec
 
 #: Files kept in the quarantine; one more and the oldest goes.
 QUARANTINE_FILES_MAX = 64
+#: Names this process among all that write to a directory, on whatever host: process ids do not.
+WRITER = secrets.token_hex(8)
 #: A trial file or a manifest is written in moments; an older temporary was left by a process that was killed.
 LEFTOVER_AGE_S = 60.0
 MANIFEST_VERSION = 1
@@ -262,7 +265,7 @@ class DeviceFiles:
 
     def _temporary(self) -> str:
         self._number += 1
-        return f"{self.private}/{layout.temporary_name(os.getpid(), self._number)}"
+        return f"{self.private}/{layout.temporary_name(WRITER, self._number)}"
 
     @staticmethod
     def _remove_leftovers(directory: str) -> None:

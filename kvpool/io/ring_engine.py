@@ -39,7 +39,7 @@ from kvpool.io.checksum import INLINE_BYTES_MAX, ChecksumPool, payload_checksum
 from kvpool.io.engine import Ended, Kind, SegmentMemory
 from kvpool.io.errnos import Meaning
 from kvpool.io.faults import Faults
-from kvpool.io.files import DeviceFiles, Naming
+from kvpool.io.files import WRITER, DeviceFiles, Naming
 from kvpool.io.ring_interface import Ring
 from kvpool.io.thread_ring import ThreadRing
 
@@ -620,7 +620,7 @@ class RingEngine:
 
     def _next_temporary(self) -> str:
         self._temporary_number += 1
-        return layout.temporary_name(os.getpid(), self._temporary_number)
+        return layout.temporary_name(WRITER, self._temporary_number)
 
     def _make_directory(self, directory: str) -> Step:
         """Make *directory* and what lacks above it, up to the device's own; return how many. Raises _Failed."""

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from kvpool.core import snapshot
 from kvpool.errors import IntegrityError
-from kvpool.io.files import DIRECTORY_MODE, FILE_MODE, LEFTOVER_AGE_S
+from kvpool.io.files import DIRECTORY_MODE, FILE_MODE, LEFTOVER_AGE_S, WRITER
 
 FOLDER_NAME = "index"
 SUFFIX = ".snapshot"
@@ -41,7 +41,7 @@ def write(path: str, pieces: Iterable[bytes]) -> None:
     folder, name = os.path.split(path)
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, DIRECTORY_MODE)
-    temporary = f"{folder}/.{name}-{os.getpid()}"
+    temporary = f"{folder}/.{name}-{WRITER}"
     fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     try:
         with open(fd, "w+b") as file:

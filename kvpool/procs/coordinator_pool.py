@@ -110,7 +110,9 @@ class Coordinator:
         self.draining = False
         self.loop = Loop()
         self._namespaces = Namespaces()
-        self._directory = Directory(len(settings.device))
+        self._directory = Directory(
+            len(settings.device), shared=[number for number, device in enumerate(settings.device) if device.shared]
+        )
         shares = [DeviceShare(weight=device.weight, iodepth=device.iodepth) for device in settings.device]
         self._staging = Staging(self.loop, settings.pool.staging_bytes, shares, self._granted)
         self._resizes = Resizes(self.loop, self._staging, device_count=len(settings.device))
@@ -219,7 +221,7 @@ class Coordinator:
                 self._preload.state_told(message)
                 self._devices_changed()
             case KeysProbed():
-                self._send_statuses(self._directory.probed(worker.device, message.probe))
+                self._send_statuses(self._directory.probed(worker.device, message.probe, now_ns=time.monotonic_ns()))
             case ScanEnded():
                 self._directory.scan_ended(message.namespace, worker.device)
             case PreloadAnswer() | PreloadRevoked() | PreloadLanded():
@@ -370,7 +372,9 @@ class Coordinator:
         client.peer.send(message)
 
     def _announced(self, client: Client, message: Announce) -> None:
-        statuses, probes = self._directory.announce(client.number, message.request, message.first, message.keys)
+        statuses, probes = self._directory.announce(
+            client.number, message.request, message.first, message.keys, now_ns=time.monotonic_ns()
+        )
         self._send_statuses(statuses)
         self._send_probes(probes)
         self._preload.announced(

@@ -746,7 +746,7 @@ def _serve(control: Channel) -> None:
     )
     if why_no_ring:
         log.warning("device %s: no io_uring (%s): %s", device.name, why_no_ring, engine.mode)
-    namespaces = Namespaces(files, device.name)
+    namespaces = Namespaces(files, device.name, shared=device.shared)
     try:
         _tell_epochs(control, namespaces, device)
         snapshot_file.tidy(files.private)

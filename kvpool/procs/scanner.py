@@ -109,19 +109,26 @@ class FrameReader(Frames[Frame]):
         super().__init__(msgspec.msgpack.Decoder(Frame))
 
 
-def command(directories: list[str], snapshot: str = "", fingerprint: str = "") -> list[str]:
-    """Return the command line that reads *snapshot*, if one is named, and scans *directories*, one a rank."""
-    return [sys.executable, "-m", "kvpool.procs.scanner", snapshot, fingerprint, *directories]
+def command(
+    directories: list[str], snapshot: str = "", fingerprint: str = "", *, leftover_age_s: float = CLOCK_LAG_S
+) -> list[str]:
+    """
+    Return the command line that reads *snapshot*, if one is named, and scans *directories*, one a rank.
+
+    Args:
+        leftover_age_s: A temporary file that old when the scan starts is one that a killed writer left.
+    """
+    return [sys.executable, "-m", "kvpool.procs.scanner", snapshot, fingerprint, str(leftover_age_s), *directories]
 
 
 class Scan:
     """One walk over all ranks' directories."""
 
-    def __init__(self, directories: list[str], output: BinaryIO, *, started_s: float) -> None:
+    def __init__(self, directories: list[str], output: BinaryIO, *, leftover_before_s: float) -> None:
         self._directories = directories
         self._output = output
         self._turns = Turns()
-        self._started_s = started_s
+        self._leftover_before_s = leftover_before_s
         self._encoder = msgspec.msgpack.Encoder()
         self._objects = self._ignored = self._removed = self._unreadable = 0
 
@@ -203,15 +210,15 @@ class Scan:
         self._ignored += 1
         if layout.is_temporary(entry.name):
             with contextlib.suppress(OSError):  # somebody else was faster, or the next scan will be
-                if entry.stat(follow_symlinks=False).st_mtime < self._started_s - CLOCK_LAG_S:
+                if entry.stat(follow_symlinks=False).st_mtime < self._leftover_before_s:
                     os.unlink(entry.path)
                     self._removed += 1
 
 
 def main(arguments: list[str]) -> int:
     """Read the snapshot and scan the directories named in *arguments*."""
-    snapshot, fingerprint, *directories = arguments
-    scan = Scan(directories, sys.stdout.buffer, started_s=time.time())
+    snapshot, fingerprint, leftover_age_s, *directories = arguments
+    scan = Scan(directories, sys.stdout.buffer, leftover_before_s=time.time() - float(leftover_age_s))
     with contextlib.suppress(BrokenPipeError):  # the worker is gone, and so is the interest
         if snapshot:
             scan.remember(snapshot, fingerprint)

@@ -22,7 +22,7 @@ from kvpool.core.object_events import ObjectId
 from kvpool.core.trailer import Expected
 from kvpool.io import snapshot_file
 from kvpool.io.engine import Ended, Engine
-from kvpool.io.files import DeviceFiles
+from kvpool.io.files import LEFTOVER_AGE_S, DeviceFiles
 from kvpool.procs import scanner
 from kvpool.procs.turns import Walker
 from kvpool.procs.worker_epochs import WorkerEpochs
@@ -101,8 +101,10 @@ class Namespaces:
         device: The device's name, for logs.
     """
 
-    def __init__(self, files: DeviceFiles, device: str) -> None:
+    def __init__(self, files: DeviceFiles, device: str, *, shared: bool = False) -> None:
         self._files = files
+        #: A temporary file that old is nobody's any more: other hosts may be at work.
+        self._leftover_age_s = LEFTOVER_AGE_S if shared else scanner.CLOCK_LAG_S
         self._device = device
         self.epochs = WorkerEpochs(files, device)
         self._open: dict[int, Namespace] = {}
@@ -132,7 +134,13 @@ class Namespaces:
             fingerprint=bytes.fromhex(spec.fingerprint),
             payload_bytes={group.group: group.object_bytes for group in spec.groups},
         )
-        walker = Walker(scanner.command(directories, self.snapshot_path(namespace), spec.fingerprint))
+        command = scanner.command(
+            directories,
+            self.snapshot_path(namespace),
+            spec.fingerprint,
+            leftover_age_s=self._leftover_age_s,
+        )
+        walker = Walker(command)
         self._scans[walker.fd] = _Scan(namespace=namespace, walker=walker)
         return walker.fd
 

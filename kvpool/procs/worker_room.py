@@ -48,6 +48,8 @@ LOOK_S_MIN, LOOK_S_MAX = 0.5, 5.0
 BATCH_KEYS = 16
 #: A scan names this much more than is needed, since some of it will be in use.
 SCAN_MARGIN = 1.25
+#: How often a shared device is counted anew.
+RECOUNT_S = 300.0
 #: Nothing could be removed: wait so long before the next scan.
 PAUSE_S = 10.0
 #: A key's time is renewed at most once in this time.
@@ -137,6 +139,8 @@ class Room:
         #: What was published since the scan under way started: object -> bytes.
         self._fresh: dict[ObjectId, int] = {}
         self._want_count = bool(device.capacity_bytes)
+        #: When what other hosts stored and removed is to be counted too.
+        self._recount_ns = 0 if device.shared and device.capacity_bytes else None
 
     # ------------------------------------------------------------ what the loop asks
 
@@ -180,8 +184,10 @@ class Room:
             self._decide()
         if self._scan is not None or self._going or now_ns < self._paused_ns:
             return
-        if self._want_count:
+        if self._want_count or (self._recount_ns is not None and now_ns >= self._recount_ns):
             self._want_count = False
+            if self._recount_ns is not None:
+                self._recount_ns = now_ns + int(RECOUNT_S * 1e9)
             self._start_scan(0)
         elif self._verdict.need_bytes and self._candidates:
             self._condemn(self._verdict.need_bytes)

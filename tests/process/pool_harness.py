@@ -122,18 +122,24 @@ class PoolProcess:
         environment: dict[str, str] | None = None,
         worker_module: str = "tests.process.fake_worker",
         capacity_bytes: int = 0,
+        shared: bool = False,
+        device_root: Path | None = None,
         **pool_settings: Any,
     ) -> None:
         self.run_dir = str(directory / "run")
         self.talkers: list[Talker] = []
+        root = device_root or directory
+        directory.mkdir(exist_ok=True)
         for name in devices:
-            (directory / name).mkdir(exist_ok=True)
+            (root / name).mkdir(exist_ok=True)
         settings = Settings(
             pool=PoolSettings(
                 run_dir=self.run_dir, staging_bytes=staging_bytes, idle_exit_s=idle_exit_s, **pool_settings
             ),
             device=[
-                DeviceSettings(name=name, path=str(directory / name), iodepth=4, capacity_bytes=capacity_bytes)
+                DeviceSettings(
+                    name=name, path=str(root / name), iodepth=4, capacity_bytes=capacity_bytes, shared=shared
+                )
                 for name in devices
             ],
         )

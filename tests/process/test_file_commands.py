@@ -109,8 +109,8 @@ def test_files_that_others_may_read_are_found_and_closed(stored: Stored, capsys)
 
 
 def test_leftovers_of_dead_processes_go_and_young_ones_stay(stored: Stored, capsys) -> None:
-    old = stored.path(1).parent / layout.temporary_name(1, 1)
-    new = Path(stored.files.private, layout.temporary_name(1, 2))
+    old = stored.path(1).parent / layout.temporary_name("1", 1)
+    new = Path(stored.files.private, layout.temporary_name("1", 2))
     for path in (old, new):
         path.write_bytes(b"part")
     os.utime(old, (time.time() - 3600,) * 2)

@@ -159,7 +159,7 @@ def test_a_file_is_out_of_the_way_also_when_there_is_no_quarantine(device):
 
 
 def test_leftovers_of_a_killed_trial_are_removed_at_the_next_start(device):
-    left, at_work = (Path(device.root, ".kvpool", layout.temporary_name(1, number)) for number in (1, 2))
+    left, at_work = (Path(device.root, ".kvpool", layout.temporary_name("1", number)) for number in (1, 2))
     for path in (left, at_work):
         path.write_text("part")
     os.utime(left, (time.time() - files.LEFTOVER_AGE_S - 1,) * 2)

@@ -87,7 +87,7 @@ def test_an_object_in_a_folder_that_is_not_its_own_is_none(directory):
 def test_temporaries_of_dead_workers_are_removed_and_new_ones_stay(directory):
     put(directory, key(1))
     folder = Path(layout.object_path(str(directory), key(1))).parent
-    old, new = folder / layout.temporary_name(1, 1), folder / layout.temporary_name(1, 2)
+    old, new = folder / layout.temporary_name("1", 1), folder / layout.temporary_name("1", 2)
     for path in (old, new):
         path.write_bytes(b"part")
     os.utime(new, (time.time() + 3600,) * 2)

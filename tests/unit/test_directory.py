@@ -141,6 +141,43 @@ def test_two_requests_share_a_probe_and_are_both_answered(index: Directory) -> N
     assert [] == index.probed(1, probes[0].probe)
 
 
+def test_a_shared_device_is_asked_for_unknown_keys_and_not_again_for_a_while() -> None:
+    index = Directory(2, shared=[1])
+    index.open_namespace(NS)
+    for device in (0, 1):
+        index.worker_up(device)
+        index.scan_ended(NS, device)
+    index.scheduler_joined(SCHED, "engine", NS)
+    statuses, probes = index.announce(SCHED, "r", 0, [b"a", b"b"], now_ns=1)
+    assert [SendProbe(1, probes[0].probe, NS, [b"a", b"b"])] == probes
+    assert not statuses[0].status.complete
+    tell(index, 1, b=STORED)
+    answers = index.probed(1, probes[0].probe, now_ns=1)
+    assert [bytes([0, STORED])] == [send.status.flags for send in answers]
+    later = 1 + int(d.ABSENT_S * 1e9)
+    statuses, probes = index.announce(SCHED, "q", 0, [b"a", b"b"], now_ns=later - 1)
+    assert (True, []) == (statuses[0].status.complete, probes)
+    _, probes = index.announce(SCHED, "p", 0, [b"a", b"b"], now_ns=later)
+    assert [[b"a"]] == [probe.keys for probe in probes]
+    tell(index, 1, a=STORED)
+    index.probed(1, probes[0].probe, now_ns=later)
+    tell(index, 1, a=0)
+    _, probes = index.announce(SCHED, "o", 0, [b"a"], now_ns=later)
+    assert [[b"a"]] == [probe.keys for probe in probes], "another host may have stored what was evicted"
+
+
+def test_no_more_absent_keys_are_remembered_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(d, "ABSENT_MAX", 2)
+    index = Directory(1, shared=[0])
+    index.open_namespace(NS)
+    index.worker_up(0)
+    index.scheduler_joined(SCHED, "engine", NS)
+    _, probes = index.announce(SCHED, "r", 0, [b"a", b"b", b"c"])
+    index.probed(0, probes[0].probe)
+    _, probes = index.announce(SCHED, "q", 0, [b"a", b"b", b"c"])
+    assert [[b"a"]] == [probe.keys for probe in probes]
+
+
 def test_a_worker_that_dies_ends_its_probes(index: Directory) -> None:
     index.worker_down(1)
     index.worker_up(1)

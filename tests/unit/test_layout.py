@@ -60,7 +60,7 @@ def test_names_that_no_key_has_give_no_key(name):
 
 
 def test_temporaries_are_told_from_everything_else():
-    assert layout.is_temporary(layout.temporary_name(12, 34))
+    assert layout.is_temporary(layout.temporary_name("12ab", 34))
     assert not layout.is_temporary("kvpool-12-34.tmp")
     assert not layout.is_temporary(layout.object_name(HASH + bytes(4)))
 
