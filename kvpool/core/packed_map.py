@@ -23,6 +23,8 @@ SHARD_BITS = 6
 SHARDS = 1 << SHARD_BITS
 _SHARD_MASK = SHARDS - 1
 _TABLE_SIZE_MIN = 8
+#: Twice as much would enter every entry twice over a table's life; a table is the smaller part.
+_GROWTH = 4
 _EMPTY = 0
 
 
@@ -57,13 +59,21 @@ class _Shard:
             place = (place + 1) & mask
         return -1
 
-    def append(self, key: bytes, place: int, value: int) -> None:
-        """Add an entry; *key* has none."""
-        if 3 * self.count >= 2 * self.mask:
-            self._grow()
-        self.entries += key + value.to_bytes(self.entry_bytes - self.key_bytes, "little")
+    def add(self, key: bytes, place: int, value: int) -> int:
+        """Add an entry where *key* has none, and return -1; otherwise return where it starts."""
+        table, mask, entries, size, length = self.table, self.mask, self.entries, self.entry_bytes, self.key_bytes
+        place &= mask
+        while number := table[place]:
+            start = (number - 1) * size
+            if entries[start : start + length] == key:
+                return start
+            place = (place + 1) & mask
+        entries += key + value.to_bytes(size - length, "little")
         self.count += 1
-        self._enter(place, self.count)
+        table[place] = self.count
+        if 3 * self.count >= 2 * mask:
+            self._grow()
+        return -1
 
     def remove(self, start: int, place: int) -> None:
         """Remove the entry at *start*, whose hash's place is *place*."""
@@ -105,7 +115,7 @@ class _Shard:
         table[gap] = _EMPTY
 
     def _grow(self) -> None:
-        size = 2 * (self.mask + 1)
+        size = _GROWTH * (self.mask + 1)
         self.mask = size - 1
         self.table = array("I", bytes(4 * size))
         entries, step, length = self.entries, self.entry_bytes, self.key_bytes
@@ -156,9 +166,8 @@ class PackedMap:
             shards = self._by_length[len(key)] = [_Shard(len(key), self.value_bytes) for _ in range(SHARDS)]
         spread = crc32(key)
         shard = shards[spread & _SHARD_MASK]
-        start = shard.find(key, spread >> SHARD_BITS)
+        start = shard.add(key, spread >> SHARD_BITS, value)
         if start < 0:
-            shard.append(key, spread >> SHARD_BITS, value)
             return -1
         return int.from_bytes(shard.entries[start + shard.key_bytes : start + shard.entry_bytes], "little")
 

@@ -130,14 +130,15 @@ def entries_of(block: Block, rank_count: int) -> tuple[list[bytes], list[int]]:
     """Return a block's keys, and their masks; keys that no rank has are left out."""
     raw = bytes(block.entries)
     step, full = block.key_bytes + block.mask_bytes, (1 << rank_count) - 1
-    keys, masks = [], []
-    for start in range(0, len(raw), step):
-        split = start + block.key_bytes
-        mask = int.from_bytes(raw[split : start + step], "little") & full
-        if mask:
-            keys.append(raw[start:split])
-            masks.append(mask)
-    return keys, masks
+    keys = [raw[start : start + block.key_bytes] for start in range(0, len(raw), step)]
+    if block.mask_bytes == 1:
+        masks = [mask & full for mask in raw[block.key_bytes :: step]]
+    else:
+        splits = range(block.key_bytes, len(raw), step)
+        masks = [int.from_bytes(raw[split : split + block.mask_bytes], "little") & full for split in splits]
+    if all(masks):
+        return keys, masks
+    return [key for key, mask in zip(keys, masks, strict=True) if mask], [mask for mask in masks if mask]
 
 
 def is_due(changes: int, keys: int, age_s: float) -> bool:

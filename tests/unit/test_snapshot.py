@@ -43,8 +43,14 @@ def test_what_was_written_is_read(masks: dict[bytes, int]) -> None:
     assert masks == read(raw)
 
 
-def test_of_a_mask_only_the_ranks_are_read_and_a_key_that_no_rank_has_is_none() -> None:
-    assert {b"a": 7, b"b": 1} == read(written({b"a": 0b101_111, b"b": 0b111_001, b"c": 0b111_000}))
+@pytest.mark.parametrize("mask_bytes", [1, 2])
+def test_of_a_mask_only_the_ranks_are_read_and_a_key_that_no_rank_has_is_none(mask_bytes: int) -> None:
+    raw = b"".join(
+        key + mask.to_bytes(mask_bytes, "little")
+        for key, mask in ((b"a", 0b101_111), (b"b", 0b111_001), (b"c", 0b111_000))
+    )
+    writer = Writer(OWNER, RANKS)
+    assert {b"a": 7, b"b": 1} == read(writer.block(1, mask_bytes, raw) + writer.end())
 
 
 def test_no_damage_is_read_wherever_it_is() -> None:
