@@ -375,6 +375,13 @@ class ObjectTable:
         waiting = sum((len(lane.queued) + lane.places) * lane.pool.slot_bytes for lane in lanes)
         return waiting + self._drive.reads * max((lane.pool.slot_bytes for lane in lanes), default=0)
 
+    @property
+    def reads_queued(self) -> bool:
+        """More loads wait than are being read, or as much is in flight as may be."""
+        drive = self._drive
+        full = drive.reads + drive.writes >= drive.iodepth and drive.reads > drive.writes
+        return full or any(lane.queued or lane.places for lane in self._loads.lanes)
+
     def bytes_now(self) -> tuple[int, int, int, int, int, int]:
         """
         Return bytes of staging: granted, of whole objects, of those pinned, kept for waiting requests.

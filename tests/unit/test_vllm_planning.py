@@ -63,7 +63,9 @@ def tell_backlog(world: World, seconds: float) -> None:
     """Let the one device have reads to do, at the speed of a curve of 0.5 s for 1,000 tokens."""
     speed = 2000 * world.connector.side._kv_bytes_per_token
     world.pool.states = {
-        0: DeviceState(device=0, healthy=True, read_bytes_per_s=speed, backlog_bytes=int(speed * seconds))
+        0: DeviceState(
+            device=0, healthy=True, read_bytes_per_s=speed, backlog_bytes=int(speed * seconds), queued_bytes_per_s=speed
+        )
     }
     world.pool.changes += 1
 
