@@ -377,10 +377,9 @@ class ObjectTable:
 
     @property
     def reads_queued(self) -> bool:
-        """More loads wait than are being read, or as much is in flight as may be."""
+        """An open file waits for its read, or the depth is taken, by reads mostly."""
         drive = self._drive
-        full = drive.reads + drive.writes >= drive.iodepth and drive.reads > drive.writes
-        return full or any(lane.queued or lane.places for lane in self._loads.lanes)
+        return self._loads.opened > 0 or (drive.reads + drive.writes >= drive.iodepth and drive.reads > drive.writes)
 
     def bytes_now(self) -> tuple[int, int, int, int, int, int]:
         """
