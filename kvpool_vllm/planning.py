@@ -144,7 +144,8 @@ class Planning:
         self._ahead: Callable[[], Load] = lambda: Load(0.0, [0.0] * device_count)
         #: Predicted and actual seconds of loads, newest last.
         self.waits: deque[tuple[float, float]] = deque(maxlen=256)
-        self._loading: dict[str, tuple[float, float]] = {}
+        #: Of loads under way: predicted seconds, the scale in them, when they began.
+        self._loading: dict[str, tuple[float, float, float]] = {}
         #: What vLLM was told last about each waiting request, and how often each kind of it became true.
         self._told_kinds: dict[str, Kind] = {}
         self._counts: Counter[str] = Counter()
@@ -178,7 +179,8 @@ class Planning:
         """VLLM took the load that was planned."""
         found = self._rounds.known(request)
         if found is not None and found.chunks:
-            self._loading[request] = (found.wait_s, time.monotonic())
+            scale = self._measured.load_scale(now_ns=time.monotonic_ns())
+            self._loading[request] = (found.wait_s, scale, time.monotonic())
 
     def load_landed(self, request: str, *, copied_bytes: int, alone: bool) -> None:
         """
@@ -191,11 +193,14 @@ class Planning:
         predicted = self._loading.pop(request, None)
         if predicted is None:
             return
-        wait_s, began = predicted
+        wait_s, scale, began = predicted
         took_s = time.monotonic() - began
         self.waits.append((wait_s, took_s))
+        now_ns = time.monotonic_ns()
         if copied_bytes and alone:
-            self._measured.copy_ended(copied_bytes, took_s, now_ns=time.monotonic_ns())
+            self._measured.copy_ended(copied_bytes, took_s, now_ns=now_ns)
+        elif alone:
+            self._measured.load_ended(wait_s, took_s, scale=scale, now_ns=now_ns)
         self._rounds.changed()
 
     # ------------------------------------------------------------ steps
@@ -245,16 +250,18 @@ class Planning:
     def _prices_of_now(self) -> Prices | None:
         now = time.monotonic()
         if now - self._priced_at >= PRICES_EVERY_S:
-            self._priced_at, self._prices = now, self._measured.maybe_prices()
+            self._priced_at, self._prices = now, self._measured.maybe_prices(now_ns=time.monotonic_ns())
         return self._prices
 
     def _take_speeds(self, states: Mapping[int, "DeviceState"]) -> None:
         now = time.monotonic()
         for device, state in states.items():
             speed, since = self._told.get(device, (0.0, 0.0))
-            if state.read_bytes_per_s > 0 and (state.read_bytes_per_s != speed or now - since >= SPEED_EVERY_S):
-                self._told[device] = (state.read_bytes_per_s, now)
-                self._measured.device_told(device, state.read_bytes_per_s, now_ns=time.monotonic_ns())
+            if state.queued_bytes_per_s != speed or now - since >= SPEED_EVERY_S:
+                self._told[device] = (state.queued_bytes_per_s, now)
+                self._measured.device_told(
+                    device, state.queued_bytes_per_s, state.read_latency_s, now_ns=time.monotonic_ns()
+                )
 
     def _order(self) -> Iterable[str]:
         return sorted(self._waiting, key=lambda name: self._waiting[name].order)
@@ -335,6 +342,8 @@ class Planning:
             "waits_predicted": len(self.waits),
             "waits_within_quarter": near,
             "planner_last": self._last_why,
+            "wait_last_predicted_s": round(self.waits[-1][0], 4) if self.waits else 0.0,
+            "wait_last_s": round(self.waits[-1][1], 4) if self.waits else 0.0,
             **self._counts,
             **self._rounds.statistics(),
         }

@@ -345,7 +345,7 @@ class SchedulerSide:
         free = self._blocks_free()
         now_wish = wish if free == wish.blocks_free else replace(wish, blocks_free=free)
         states = self._manager.client.device_states()
-        speeds = {device: state.read_bytes_per_s for device, state in states.items()}
+        speeds = {device: state.queued_bytes_per_s or state.read_bytes_per_s for device, state in states.items()}
         found = self._deferral.verdict(request, now_wish, speeds, now=time.monotonic())
         if found.deferred:
             self._waited.setdefault(request, set()).add(DEFERS[found.value])

@@ -8,8 +8,8 @@ read moves it little, while a drive that really slowed down pulls it along sampl
 as usual. A step to half the speed is followed to within 10 % in 15 s at one sample a second (`tests/unit/
 test_estimates.py`); the goal is 30 s.
 
-Three things are made of it: a device's bandwidth and latency, told apart by the size of what was read; a prefill
-curve from the steps seen, by the position in the prompt, since attention makes later tokens dearer; and plain ratios.
+Made of it are: a device's speed and latency, as its worker tells them; a prefill curve from the steps seen, by the
+position in the prompt, since attention makes later tokens dearer; and ratios, plain or forgotten with time.
 
 Does not cover: taking the samples, what is done with the estimates (`measured.py`).
 """
@@ -31,10 +31,10 @@ CLIP_MIN = 0.26
 #: The first samples are averaged evenly.
 EVEN_SAMPLES = 4
 
-#: A read is long, and tells the bandwidth, when it takes so many times the latency; others tell the latency.
-LONG_READ = 4.0
-#: Taken for the latency of a read before one was seen.
-LATENCY_S_ASSUMED = 0.001
+#: A speed that is told unchanged is taken for news this long: so long the tracker needs to get there.
+HEARD_S = 30.0
+#: From then on what was seen is forgotten, until in this time without news nothing is left of it.
+FADE_S = 300.0
 
 #: Prefill is measured apart for positions up to these, each twice the one before.
 POSITION_FIRST = 1024
@@ -69,6 +69,10 @@ class RatioTracker:
         """Typical distance of a sample, as a logarithm."""
         return self._deviation
 
+    def restart(self, value: float) -> None:
+        """Go on from *value*, with the same weights."""
+        self._log = math.log(value)
+
     def observe(self, ratio: float, *, now_ns: int) -> None:
         """Take in one sample; what is no positive number is passed over."""
         if not (ratio > 0 and math.isfinite(ratio)):
@@ -90,35 +94,77 @@ class RatioTracker:
 
 
 @dataclass(slots=True)
-class DeviceEstimate:
-    """Bandwidth and latency of one device's reads."""
+class FadingScale:
+    """
+    How many times longer than usual something takes, forgotten when nothing is heard of it.
 
-    bandwidth: RatioTracker = field(default_factory=RatioTracker)
+    What takes long is not done, and what is not done is not measured: so it gets another chance. It begins as if
+    something had taken as long as usual, so that one odd load is not believed, not even the first.
+    """
+
+    _ratio: RatioTracker = field(default_factory=RatioTracker)
+    _heard_ns: int = 0
+
+    def __post_init__(self) -> None:
+        """Begin at 1."""
+        self._ratio.observe(1.0, now_ns=0)
+
+    def value(self, *, now_ns: int) -> float:
+        """Return the scale; back at 1 when nothing was heard for FADE_S."""
+        return math.exp(math.log(self._ratio.value) * (1 - _silence(self._heard_ns, now_ns)))
+
+    def observe(self, ratio: float, *, now_ns: int) -> None:
+        """Take in one sample, beside what is left of the ones before."""
+        self._ratio.restart(self.value(now_ns=now_ns))
+        self._ratio.observe(ratio, now_ns=now_ns)
+        self._heard_ns = now_ns
+
+
+@dataclass(slots=True)
+class DeviceEstimate:
+    """
+    Speed and latency of one device's reads, as its worker measured them.
+
+    Attributes:
+        usual_bytes_per_s: The first speed told; 0 before it.
+    """
+
+    speed: RatioTracker = field(default_factory=RatioTracker)
     latency: RatioTracker = field(default_factory=RatioTracker)
+    usual_bytes_per_s: float = 0.0
+    _last: float = 0.0
+    _heard_ns: int = 0
 
     @property
     def bytes_per_s(self) -> float:
-        """Bandwidth; 0 before it was seen."""
-        return self.bandwidth.value if self.bandwidth.samples else 0.0
+        """Speed of loads that queue; 0 before it was seen."""
+        return self.speed.value if self.speed.samples else 0.0
 
     @property
     def latency_s(self) -> float:
-        """Time of a read besides its transfer."""
-        return self.latency.value if self.latency.samples else LATENCY_S_ASSUMED
+        """Time of a load besides its bytes'; 0 before one was seen."""
+        return self.latency.value if self.latency.samples else 0.0
 
-    def observe(self, read_bytes: int, seconds: float, *, now_ns: int) -> None:
-        """Take in one read of an otherwise idle device, or one of which the waiting was subtracted."""
-        if read_bytes <= 0 or not seconds > 0:
+    def told(self, bytes_per_s: float, latency_s: float = 0.0, *, now_ns: int) -> None:
+        """Take in what is true now; the same speed told again counts as sample for HEARD_S, then as nothing new."""
+        if not bytes_per_s > 0:
             return
-        if seconds > LONG_READ * self.latency_s:
-            self.bandwidth.observe(read_bytes / (seconds - self.latency_s), now_ns=now_ns)
-        else:
-            transfer_s = read_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
-            self.latency.observe(max(seconds - transfer_s, seconds * 0.1), now_ns=now_ns)
+        if bytes_per_s != self._last:
+            self._last, self._heard_ns = bytes_per_s, now_ns
+        elif now_ns - self._heard_ns > HEARD_S * 1e9:
+            return
+        self.usual_bytes_per_s = self.usual_bytes_per_s or bytes_per_s
+        self.speed.observe(bytes_per_s, now_ns=now_ns)
+        self.latency.observe(latency_s, now_ns=now_ns)
 
-    def told(self, bytes_per_s: float, *, now_ns: int) -> None:
-        """Take in a speed that the pool measured."""
-        self.bandwidth.observe(bytes_per_s, now_ns=now_ns)
+    def faded(self, *, now_ns: int) -> float:
+        """Return how far what was told is forgotten: 0 not at all, 1 entirely."""
+        return _silence(self._heard_ns, now_ns)
+
+
+def _silence(heard_ns: int, now_ns: int) -> float:
+    """Return 0 up to HEARD_S without news, 1 from FADE_S on."""
+    return min(1.0, max(0.0, ((now_ns - heard_ns) / 1e9 - HEARD_S) / (FADE_S - HEARD_S)))
 
 
 class PrefillMeter:

@@ -3,8 +3,15 @@ Prices of now: from the user's curves and what has been measured since, or from 
 
 Theory. With curves, everything that is seen is compared with them, and the ratios scale them: prefill by the steps of
 the engine, devices by their speed, copies by theirs. Without curves, f is made of the steps seen so far, and the loads
-are lines: latency plus bytes over bandwidth. Until enough was seen there are no prices, and whoever plans behaves
-as if the planner were off.
+are lines: latency plus bytes over the speed of reads that queue. Until enough was seen there are no prices, and whoever
+plans behaves as if the planner were off.
+
+A device's speed counts beside what it was at first: the disk curve holds more than the drive, and what it holds is in
+both. Only a drive that was slower than the curve from the start counts beside the curve. What is left, the copies, the
+ranks, the engine's steps, is in `load_scale`: how long whole loads took beside their prediction.
+
+What a slow drive makes the planner decline is measured no more. So all of this is forgotten in `FADE_S` without news:
+scales go back to 1, and without curves there are no prices until loads that nobody declined have told the speed anew.
 
 Prices change by steps: tables are made anew only when something has moved by more than STEP_MIN, so that noise
 costs neither time nor decisions.
@@ -12,22 +19,22 @@ costs neither time nor decisions.
 Does not cover: the trackers (`estimates.py`), the tables (`prices.py`).
 """
 
-from collections.abc import Mapping
-
 from kvpool.core.curves import Curve, Curves
-from kvpool.core.estimates import DeviceEstimate, PrefillMeter, RatioTracker
+from kvpool.core.estimates import DeviceEstimate, FadingScale, PrefillMeter, RatioTracker
 from kvpool.core.prices import Prices, Scales, worst_change
 
 #: A change of a scale by less is left for later.
 STEP_MIN = 1.03
 #: Lengths at which lines are told as curves.
-_LINE_TOKENS = (1 << 10, 1 << 20)
+_LINE_TOKENS = (1, 1 << 20)
 #: Where the disk curve's bandwidth is read off: between these lengths latency no longer counts.
 _SLOPE_TOKENS = (16_384, 65_536)
 #: Taken for the speed of copies before one was seen: PCIe 4 x16 at half its speed.
 COPY_BYTES_PER_S_ASSUMED = 12e9
 #: Samples of a device's speed before loads are priced by it without a curve.
 DEVICE_SAMPLES_ENOUGH = 2
+#: A load that takes less, and was to, says more of the engine's steps than of loads.
+LOAD_TELLS_S = 0.05
 
 
 class Measured:
@@ -49,17 +56,21 @@ class Measured:
         self._curves = curves
         self._prefill = RatioTracker()
         self._copy = RatioTracker()
+        self._loads = FadingScale()
         self._meter = PrefillMeter()
         self._devices = [DeviceEstimate() for _ in range(device_count)]
         self._prices: Prices | None = None
+        self._version = 0
+        #: Of one device, by the disk curve; 0: there is none, or it does not rise.
+        self._curve_bytes_per_s = 0.0
         if curves is not None:
-            self._curve_bytes_per_s = self._disk_bandwidth(curves)
+            self._curve_bytes_per_s = self._disk_bandwidth(curves) / device_count
             self._prices = Prices(curves, chunk_tokens, device_count=device_count)
 
     def _disk_bandwidth(self, curves: Curves) -> float:
         short, long = _SLOPE_TOKENS
         seconds = curves.g_ssd.at(long) - curves.g_ssd.at(short)
-        return (long - short) * self._kv_bytes / seconds if seconds > 0 else float("inf")
+        return (long - short) * self._kv_bytes / seconds if seconds > 0 else 0.0
 
     # ------------------------------------------------------------ what was seen
 
@@ -71,14 +82,20 @@ class Measured:
             if usual > 0 and last - first >= self._chunk_tokens:
                 self._prefill.observe(seconds / usual, now_ns=now_ns)
 
-    def device_told(self, device: int, bytes_per_s: float, *, now_ns: int) -> None:
-        """The pool measured a device's speed."""
+    def device_told(self, device: int, bytes_per_s: float, latency_s: float = 0.0, *, now_ns: int) -> None:
+        """The pool measured what reads that queue get of a device, and the latency of one alone."""
         if 0 <= device < len(self._devices):
-            self._devices[device].told(bytes_per_s, now_ns=now_ns)
+            self._devices[device].told(bytes_per_s, latency_s, now_ns=now_ns)
 
-    def read_ended(self, device: int, read_bytes: int, seconds: float, *, now_ns: int) -> None:
-        """A read of one device alone took *seconds*, without its waiting."""
-        self._devices[device].observe(read_bytes, seconds, now_ns=now_ns)
+    def load_ended(self, predicted_s: float, took_s: float, *, scale: float, now_ns: int) -> None:
+        """
+        A load from the drive ended that nothing else held up.
+
+        Args:
+            predicted_s: With *scale*, the `load_scale` of that time.
+        """
+        if max(predicted_s, took_s) >= LOAD_TELLS_S:
+            self._loads.observe(scale * took_s / max(predicted_s, LOAD_TELLS_S), now_ns=now_ns)
 
     def copy_ended(self, copied_bytes: int, seconds: float, *, now_ns: int) -> None:
         """Resident bytes were copied to the GPU."""
@@ -92,28 +109,39 @@ class Measured:
         """Speed of copies to the GPU."""
         return self._copy.value if self._copy.samples else COPY_BYTES_PER_S_ASSUMED
 
-    def bytes_per_s(self, device: int) -> float:
-        """Speed of a device; 0 before it was seen."""
-        return self._devices[device].bytes_per_s
+    def load_scale(self, *, now_ns: int) -> float:
+        """Return how many times longer than device, copy and curve say a whole load takes."""
+        return self._loads.value(now_ns=now_ns)
 
-    def maybe_prices(self) -> Prices | None:
+    def bytes_per_s(self, device: int) -> float:
+        """Speed of a device; before it was seen that of the curve, or 0."""
+        return self._devices[device].bytes_per_s or self._curve_bytes_per_s
+
+    def maybe_prices(self, *, now_ns: int) -> Prices | None:
         """Return the prices of now; None while too little was seen."""
         if self._curves is not None:
-            self._rescale()
+            self._rescale(now_ns)
         else:
-            self._rebuild()
+            self._rebuild(now_ns)
         return self._prices
 
-    def _rescale(self) -> None:
+    def _rescale(self, now_ns: int) -> None:
         prices = self._prices
         if prices is None or self._curves is None:
             return
-        whole = self._curve_bytes_per_s / len(self._devices)
-        drives = tuple(whole / device.bytes_per_s if device.bytes_per_s else 1.0 for device in self._devices)
+        loads = self.load_scale(now_ns=now_ns)
+        drives = tuple(self._drive_scale(device, now_ns) * loads for device in self._devices)
         copy = self._copy_scale(self._curves) if self._copy.samples else 1.0
         scales = Scales(self._prefill.value, copy, drives)
         if worst_change(prices.scales, scales) >= STEP_MIN:
             prices.set_scales(scales)
+
+    def _drive_scale(self, device: DeviceEstimate, now_ns: int) -> float:
+        """Return how many times longer than the curve a device takes; see the module."""
+        if not device.bytes_per_s:
+            return 1.0
+        usual = max(device.usual_bytes_per_s, self._curve_bytes_per_s)
+        return float((usual / device.bytes_per_s) ** (1 - device.faded(now_ns=now_ns)))
 
     def _copy_scale(self, curves: Curves) -> float:
         short, long = _SLOPE_TOKENS
@@ -121,27 +149,32 @@ class Measured:
         usual = (long - short) * self._kv_bytes / self.copy_bytes_per_s
         return usual / seconds if seconds > 0 else 1.0
 
-    def _rebuild(self) -> None:
+    def _rebuild(self, now_ns: int) -> None:
         """Make curves of what was measured, when they are new or the old ones are off by a step."""
         f = self._meter.maybe_curve()
-        seen = [device for device in self._devices if device.bandwidth.samples >= DEVICE_SAMPLES_ENOUGH]
+        seen = [device for device in self._devices if self._is_known(device, now_ns)]
         if f is None or not seen:
+            self._prices = None
             return
         usual = sum(device.bytes_per_s for device in seen) / len(seen)
         latency_s = max(device.latency_s for device in seen)
-        drives = tuple(usual / device.bytes_per_s if device.bytes_per_s else 1.0 for device in self._devices)
+        loads = self.load_scale(now_ns=now_ns)
+        drives = tuple(loads * (usual / device.bytes_per_s if device.bytes_per_s else 1.0) for device in self._devices)
         built = Curves(
             f,
             self._line(f.floor, latency_s, usual * len(self._devices)),
             self._line(f.floor, 0.0, self.copy_bytes_per_s),
         )
         if self._prices is None or self._off(self._prices, built, drives):
-            version = self._prices.version if self._prices is not None else 0
             self._built = built
             self._prices = Prices(
                 built, self._chunk_tokens, device_count=len(self._devices), scales=Scales(1.0, 1.0, drives)
             )
-            self._prices.version = version + 1
+            self._version = self._prices.version = self._version + 1
+
+    @staticmethod
+    def _is_known(device: DeviceEstimate, now_ns: int) -> bool:
+        return device.speed.samples >= DEVICE_SAMPLES_ENOUGH and device.faded(now_ns=now_ns) < 1.0
 
     def _line(self, floor: float, latency_s: float, bytes_per_s: float) -> Curve:
         knots = [(tokens, floor + latency_s + tokens * self._kv_bytes / bytes_per_s) for tokens in _LINE_TOKENS]
@@ -152,11 +185,3 @@ class Measured:
         ratios = [new / old for new, old in zip(built.at(at), self._built.at(at), strict=True) if new > 0 and old > 0]
         moved = any(max(ratio, 1 / ratio) >= STEP_MIN for ratio in ratios)
         return moved or worst_change(prices.scales, Scales(1.0, 1.0, drives)) >= STEP_MIN
-
-
-def backlog_seconds(backlog_bytes: Mapping[int, int], measured: Measured, device_count: int) -> list[float]:
-    """Return how long each device will read for what is queued; a device of unknown speed counts as idle."""
-    return [
-        backlog_bytes.get(device, 0) / measured.bytes_per_s(device) if measured.bytes_per_s(device) else 0.0
-        for device in range(device_count)
-    ]

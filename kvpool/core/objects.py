@@ -390,6 +390,12 @@ class ObjectTable:
         waiting = sum((len(lane.queued) + lane.places) * lane.pool.slot_bytes for lane in lanes)
         return waiting + self._drive.reads * max((lane.pool.slot_bytes for lane in lanes), default=0)
 
+    @property
+    def reads_queued(self) -> bool:
+        """An open file waits for its read, or the depth is taken, by reads mostly."""
+        drive = self._drive
+        return self._loads.opened > 0 or (drive.reads + drive.writes >= drive.iodepth and drive.reads > drive.writes)
+
     def bytes_now(self) -> tuple[int, int, int, int, int, int]:
         """
         Return bytes of staging: granted, of whole objects, of those pinned, kept for waiting requests.

@@ -473,7 +473,7 @@ class IoWorker:
                 self._ops[op] = target
                 self._engine.open_file(op, self._namespaces.path(target))
             case events.ReadFile(op=op, object=target, slot=slot):
-                self._reads.began(now_ns=time.monotonic_ns())
+                self._reads.began(now_ns=time.monotonic_ns(), queued=self._table.reads_queued)
                 self._engine.read_file(op, slot, self._namespaces.expected(target))
             case events.CloseFile(op=op):
                 del self._ops[op]
@@ -530,7 +530,8 @@ class IoWorker:
                 self._handle(events.FileOpened(op=ended.op, error=ended.error))
             case Kind.READ:
                 target = self._ops.pop(ended.op)
-                self._reads.ended(ended.bytes if ended.error is None else 0, now_ns=now_ns)
+                read_bytes = ended.bytes if ended.error is None else 0
+                self._reads.ended(read_bytes, now_ns=now_ns, queued=self._table.reads_queued)
                 self._handle(events.FileRead(op=ended.op, error=ended.error))
                 if is_trial(target):
                     self._trials.read(target)
@@ -573,12 +574,15 @@ class IoWorker:
     def _backlog_bytes(self) -> int:
         return self._table.load_backlog_bytes()
 
+    def _speed(self) -> float:
+        return self._reads.queued_bytes_per_s or self._reads.bytes_per_s
+
     def _state_due_ns(self) -> int | None:
         """When a change of the device's state has to be told; None while there is none."""
         speed, backlog, healthy, told_ns = self._state_told
         if healthy != self._table.healthy:
             return 0
-        now_speed, now_backlog = self._reads.bytes_per_s, self._backlog_bytes()
+        now_speed, now_backlog = self._speed(), self._backlog_bytes()
         moved = abs(now_speed - speed) > STATE_CHANGE * max(speed, 1.0) or (
             abs(now_backlog - backlog) > STATE_CHANGE * max(backlog, 1)
         )
@@ -592,14 +596,16 @@ class IoWorker:
         if due is None or due > now_ns:
             return
         self._state_due = None
-        speed, backlog = self._reads.bytes_per_s, self._backlog_bytes()
+        speed, backlog = self._speed(), self._backlog_bytes()
         healthy = self._table.healthy
         self._state_told = (speed, backlog, healthy, now_ns)
         self._bytes_told = staging, resident, pinned, staged, read, written = self._table.bytes_now()
         state = wire.DeviceState(
             device=self._setup.device,
             healthy=healthy,
-            read_bytes_per_s=speed,
+            read_bytes_per_s=self._reads.bytes_per_s,
+            queued_bytes_per_s=self._reads.queued_bytes_per_s,
+            read_latency_s=self._reads.latency_s,
             backlog_bytes=backlog,
             staging_bytes=staging,
             resident_bytes=resident,

@@ -257,6 +257,8 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         pinned_bytes: hold one that a rank copies from,
         staged_bytes: are kept for waiting requests, read already or not.
         read_bytes, written_bytes: Payload read from and published on the device since its worker's start.
+        queued_bytes_per_s: Measured speed while reads queued (0: they have not yet): what a long load gets.
+        read_latency_s: What a read takes beside its bytes' time at that speed.
     """
 
     device: int
@@ -269,6 +271,8 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     staged_bytes: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
+    queued_bytes_per_s: float = 0.0
+    read_latency_s: float = 0.0
 
 
 class DevicesChanged(Message):

@@ -70,7 +70,11 @@ def test_row_24_a_drive_that_turns_out_slower_than_measured_is_no_longer_loaded_
     assert 4 == loaded_chunks(world, "before", 4)
     slow = 1000 * side._kv_bytes_per_token / 2.45
     for number in range(8):
-        world.pool.states = {0: DeviceState(device=0, healthy=True, read_bytes_per_s=slow + number, backlog_bytes=0)}
+        world.pool.states = {
+            0: DeviceState(
+                device=0, healthy=True, read_bytes_per_s=slow, queued_bytes_per_s=slow + number, backlog_bytes=0
+            )
+        }
         world.pool.changes += 1
         world.report(world.step())
     assert 0 == loaded_chunks(world, "after", 4)

@@ -81,6 +81,27 @@ def test_opens_run_ahead_of_reads_within_their_own_bound() -> None:
     assert (2, 3, 2) == (len(world.reading), len(world.opened), len(world.opening))
 
 
+@pytest.mark.parametrize(("files", "queued"), [(1, False), (3, False), (4, True), (9, True)])
+def test_reads_queue_when_as_many_as_may_be_are_in_flight(files: int, queued: bool) -> None:
+    world, rank = world_with(slots=8, settings=replace(SETTINGS, iodepth=4, open_lookahead=16))
+    world.load(rank, keys(*range(files)))
+    seen = set()
+    while world.opening:
+        seen.add(world.table.reads_queued)
+        world.end_open(next(iter(world.opening)))
+    assert {False} == seen - ({True} if queued else set())
+    assert queued is world.table.reads_queued
+
+
+def test_reads_queue_when_an_open_file_waits_for_a_slot() -> None:
+    world, rank = world_with(slots=2, settings=replace(SETTINGS, iodepth=4, open_lookahead=16))
+    world.load(rank, keys(1, 2, 3))
+    for op in list(world.opening):
+        assert not world.table.reads_queued
+        world.end_open(op)
+    assert world.table.reads_queued
+
+
 def test_a_load_larger_than_staging_streams_through() -> None:
     world, rank = world_with(slots=4, files=20)
     world.load(rank, keys(*range(20)))

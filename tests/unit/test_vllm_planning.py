@@ -63,7 +63,9 @@ def tell_backlog(world: World, seconds: float) -> None:
     """Let the one device have reads to do, at the speed of a curve of 0.5 s for 1,000 tokens."""
     speed = 2000 * world.connector.side._kv_bytes_per_token
     world.pool.states = {
-        0: DeviceState(device=0, healthy=True, read_bytes_per_s=speed, backlog_bytes=int(speed * seconds))
+        0: DeviceState(
+            device=0, healthy=True, read_bytes_per_s=speed, backlog_bytes=int(speed * seconds), queued_bytes_per_s=speed
+        )
     }
     world.pool.changes += 1
 
@@ -233,3 +235,27 @@ def test_a_device_that_this_engine_was_not_told_of_is_loaded_from_without_a_pric
     ((spec, _),) = world.step().loads.values()
     assert (0, 0, 7, 7) == spec.devices
     assert not world.connector.side.guard.broken
+
+
+@pytest.mark.parametrize(("alone", "copied_bytes", "told"), [(True, 0, 1), (False, 0, 0), (True, 4096, 0)])
+def test_a_load_from_the_drive_that_nothing_held_up_corrects_predictions(
+    make: MakeWorld, monkeypatch: pytest.MonkeyPatch, alone: bool, copied_bytes: int, told: int
+) -> None:
+    world, seen = make(), []
+    planning = planning_of(world)
+    monkeypatch.setattr(planning._measured, "load_ended", lambda *figures, **more: seen.append((figures, more)))
+    first_step(world, "a", 4 * CHUNK + 10)
+    ((predicted_s, _, _),) = planning._loading.values()
+    planning.load_landed("a", copied_bytes=copied_bytes, alone=alone)
+    assert told == len(seen)
+    facts = planning.facts()
+    assert (pytest.approx(predicted_s, abs=1e-4), True) == (facts["wait_last_predicted_s"], facts["wait_last_s"] > 0)
+
+
+def test_the_planner_takes_in_speeds_of_queues_only(make: MakeWorld) -> None:
+    world = make()
+    speed = 2000 * world.connector.side._kv_bytes_per_token
+    slow = DeviceState(device=0, healthy=True, read_bytes_per_s=speed / 10, backlog_bytes=0)
+    world.pool.states = {0: slow}
+    assert {} != first_step(world, "a", 4 * CHUNK + 10).loads
+    assert speed == pytest.approx(planning_of(world)._measured.bytes_per_s(0))
