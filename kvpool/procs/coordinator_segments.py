@@ -19,7 +19,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -113,6 +113,8 @@ class Staging:
         self._holders: dict[int, Holder] = {}
         self._threads = ThreadPoolExecutor(min(THREADS_MAX, len(devices)), thread_name_prefix="kvpool-prefault")
         self._closing = False
+        #: What the threads have made and the loop has not taken.
+        self._come: deque[tuple[Create, int | HostError | None]] = deque()
         self._announced_bytes = 0
         self._limit_to_machine()
 
@@ -212,8 +214,19 @@ class Staging:
         if making.running is not None or not making.wanted or self._closing:
             return
         create = making.running = making.wanted.popleft()
-        future = self._threads.submit(_make, create.segment_bytes, self._is_closing)
-        future.add_done_callback(lambda ended: self._loop.soon(lambda: self._ended(create, ended.result())))
+        self._threads.submit(self._make, create).add_done_callback(self._raise_bug)
+
+    def _raise_bug(self, ended: "Future[None]") -> None:
+        if not ended.cancelled() and ended.exception() is not None:
+            self._loop.soon(ended.result)
+
+    def _make(self, create: Create) -> None:
+        """Make its memory, on a thread. What comes while the pool closes is given back by :meth:`close`."""
+        self._come.append((create, _make(create.segment_bytes, self._is_closing)))
+        self._loop.soon(self._take)
+
+    def _take(self) -> None:
+        self._ended(*self._come.popleft())
 
     def _is_closing(self) -> bool:
         return self._closing
@@ -418,6 +431,8 @@ class Staging:
         """End the threads and give the memory back; peers keep their mappings."""
         self._closing = True
         self._threads.shutdown(wait=True, cancel_futures=True)
+        while self._come:
+            self._take()
         for memory in self._memories.values():
             os.close(memory.fd)
         self._memories.clear()

@@ -164,6 +164,12 @@ class _Future:
     def result(self) -> object:
         return self._value
 
+    def cancelled(self) -> bool:
+        return False
+
+    def exception(self) -> None:
+        """What a call raises ends the schedule."""
+
     def run(self, call: Callable[[], object]) -> None:
         self._value = call()
         for done in self._calls:

@@ -135,6 +135,17 @@ def test_staging_above_the_machine_is_cut_before_it_is_touched(loop: Loop, monke
     staging.close()
 
 
+def test_memory_that_was_made_and_not_taken_is_given_back_at_the_end(
+    loop: Loop, heard: list[tuple[str, m.Message]], open_descriptors: None
+) -> None:
+    staging = Staging(loop, 32 * MIB, [DeviceShare(weight=1, iodepth=4)])
+    staging.worker_up(0, Ear("worker", heard))
+    staging.open_namespace(1, 1, [OBJECT])
+    staging._threads.shutdown(wait=True)
+    assert staging._come
+    staging.close()
+
+
 def test_memory_that_everyone_forgot_is_given_back_to_the_machine(
     loop: Loop, heard: list[tuple[str, m.Message]]
 ) -> None:
