@@ -278,7 +278,8 @@ class Admission:
         for key in event.keys:
             for name in owners.get(key, ()):
                 request = self._requests[name]
-                if not request.stale and (request.held is None or key not in request.held.covered):
+                held = request.held.covered if request.held is not None and not request.wanted else ()
+                if not request.stale and key not in held:
                     has_it = self._state_of(event.namespace, key)[0] != 0
                     request.stale = has_it != (key in request.known)
 
