@@ -117,6 +117,7 @@ class Sweep:
         self.times: dict[str, dict[str, list[float]]] = {}
         self.loaded: dict[str, int] = {}
         self.waits: list[tuple[int, float, float]] = []
+        self._waits_seen = 0
 
     def store(self, prompts: Sequence[list[int]]) -> None:
         """Have these stored, each whole."""
@@ -131,29 +132,34 @@ class Sweep:
         """Measure one prompt in one engine."""
         engine = self._engines[way]
         wait_until(engine.reset, f"the own cache of {way} is emptied")
-        before = self._predicted()[0] if way == "planned" else 0
         answer = engine.ask(prompt, 1)
         length = str(len(prompt))
         wanted = {"always": loadable(prompt), "without": 0}.get(way, answer.cached)
         if answer.first_s is None or answer.cached != wanted:
             raise RuntimeError(f"{way}, {length} tokens: {answer.cached} of {wanted} tokens loaded")
+        waited = self._maybe_wait() if way == "planned" else None
         if not counts:
             return
         self.times.setdefault(length, {}).setdefault(way, []).append(answer.first_s)
         if way == "planned":
             self.loaded[length] = self.loaded.get(length, 0) + bool(answer.cached)
-            after, predicted_s, took_s = self._predicted()
-            if after > before:
-                self.waits.append((len(prompt), predicted_s, took_s))
+            self.waits += [(len(prompt), *waited)] if waited else []
 
-    def _predicted(self) -> tuple[int, float, float]:
-        """Return what the planned engine's health says: how many waits it predicted, and of the last one both sides."""
-        rows = [row for row in self._pool.rows() if row.get("planner") in ("on", "measuring")]
-        if not rows:
-            return 0, 0.0, 0.0
-        names = ("waits_predicted", "wait_last_predicted_s", "wait_last_s")
-        count, predicted_s, took_s = (float(rows[0].get(name, 0)) for name in names)
-        return int(count), predicted_s, took_s
+    def _maybe_wait(self) -> tuple[float, float] | None:
+        """
+        Return the seconds predicted of the planned engine's last load, and those it took; None: there was no new one.
+
+        A scheduler answers health when its engine takes a step.
+        """
+        self._pool.rows()
+        self._engines["planned"].ask(tokens(0, 8), 2)
+        row = wait_until(
+            lambda: next((row for row in self._pool.rows() if "waits_predicted" in row), None), "the planner's facts"
+        )
+        before, self._waits_seen = self._waits_seen, int(row["waits_predicted"])
+        if self._waits_seen == before:
+            return None
+        return float(row["wait_last_predicted_s"]), float(row["wait_last_s"])
 
 
 def measure_curves(folder: Path, model: Path, args: argparse.Namespace, faults: dict[str, Any]) -> Path:

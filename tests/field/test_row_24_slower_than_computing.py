@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kvpool.core.curves import BreakEven, Curve, Curves, emit_break_even
+from kvpool.io.faults import FaultSettings
 from kvpool.wire.messages import DeviceState
-from tests.field.conftest import MakeWorld
+from tests.field.conftest import MakeWorld, StartWorker
 from tests.unit.vllm_there import import_vllm
 
 import_vllm()
@@ -78,3 +79,18 @@ def test_row_24_a_drive_that_turns_out_slower_than_measured_is_no_longer_loaded_
         world.pool.changes += 1
         world.report(world.step())
     assert 0 == loaded_chunks(world, "after", 4)
+
+
+def test_row_24_what_loads_without_a_queue_wait_for_is_not_taken_for_the_drives_speed(
+    device: Path, start: StartWorker
+) -> None:
+    worker = start(device, slots=32, faults=FaultSettings(delay=1.0, delay_s=0.1))
+    assert list(range(24)) == worker.store(range(24))
+    for number in range(8):
+        assert {number: True} == worker.load([number])
+    shallow = worker.until(lambda: [state for state in worker.states if state.read_bytes_per_s])[-1]
+    assert (0.0, 0.0) == (shallow.queued_bytes_per_s, shallow.read_latency_s)
+    assert 24 == sum(found is True for found in worker.load(range(24)).values())
+    deep = worker.until(lambda: [state for state in worker.states if state.queued_bytes_per_s])[-1]
+    assert deep.queued_bytes_per_s > 1.5 * shallow.read_bytes_per_s
+    assert deep.read_latency_s > 0

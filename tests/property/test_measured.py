@@ -19,7 +19,7 @@ seconds = st.floats(1e-4, 1e3, allow_nan=False)
 
 
 @given(happenings)
-def test_no_speed_is_more_than_all_bytes_in_the_shortest_time_and_no_latency_is_negative(
+def test_without_a_queue_there_is_no_speed_of_one_and_no_latency_is_negative(
     events: list[tuple[int, int, bool]],
 ) -> None:
     meter, now_ns, in_flight, queued_ever = SpeedMeter(), 0, 0, False
