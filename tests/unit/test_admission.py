@@ -352,10 +352,11 @@ def test_a_key_that_goes_while_a_larger_admission_waits_is_asked_for_no_more(wor
     world.answer(1, 0)
     world.store(1, "new")
     world.tell(ev.KeysChanged(namespace=NAMESPACE, device=1, keys=[key("new")], freed=False))
-    del world.states[key("a")]
-    world.tell(ev.KeysChanged(namespace=NAMESPACE, device=0, keys=[key("a")], freed=True))
     world.answer(2, 0)
-    actions = [*world.answer(2, 1, reserved=False), *world.tell(ev.RoomChanged(device=1))]
+    world.answer(2, 1, reserved=False)
+    del world.states[key("a")]
+    actions = world.tell(ev.KeysChanged(namespace=NAMESPACE, device=0, keys=[key("a")], freed=True))
+    actions += world.tell(ev.RoomChanged(device=1))
     assert [[key("new")]] == [each.keys for each in actions if isinstance(each, ev.Reserve)]
 
 
