@@ -1,9 +1,9 @@
 """
 vLLM's `kv_connector_extra_config` to the pool's settings.
 
-Theory. Without a TOML file, a few keys describe one device and one pool. Every key is one of: a setting of ours;
-the name of a feature that does not exist yet, which may be spelled as switched off and is refused otherwise;
-vLLM's own, which is passed over; or unknown, which is an error. `kvpool_config` names a TOML file and wins.
+Theory. Without a TOML file, a few keys describe one device and one pool. Every key is one of: a setting of ours; one
+that has a single allowed value, because kvpool does it no other way; vLLM's own, which is passed over; or unknown,
+which is an error. `kvpool_config` names a TOML file and wins. README.md has the table of ours.
 
 Does not cover: settings that vLLM itself reads from there, and how one engine decides (`config_planner.py`).
 """
@@ -80,7 +80,7 @@ def settings_from_connector(extra: Mapping[str, Any]) -> Settings:
     Return the settings that an engine's connector configuration asks for.
 
     Raises:
-        ConfigError: names the key, its value, and what is allowed; a key without its feature says "not there yet".
+        ConfigError: names the key, its value, and what is allowed.
     """
     if not all(isinstance(key, str) for key in extra):
         raise ConfigError("keys must be text", file=SOURCE)

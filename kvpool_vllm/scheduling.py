@@ -108,7 +108,7 @@ class SchedulerSide:
         manager: What is stored.
         namespace: Sizes of the objects.
         backlog_s_max: See :class:`Deferral`.
-        by_priority: VLLM schedules by priority: what is read ahead follows it.
+        by_priority: Whether vLLM schedules by priority: what is read ahead follows it.
         planning: Decides by cost; None: whatever is stored is loaded.
     """
 

@@ -6,24 +6,19 @@ Covers: asking a running pool, the output, the exit code. Does not cover: what t
 """
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from kvpool.cli.running import ConfigOption, RunDirOption, run_dir_named
 from kvpool.client import admin
-from kvpool.config import load_settings
 from kvpool.errors import Exit, PoolUnavailable
 from kvpool.health import gather, process_facts, render
 
 #: Width of the tables where the output is no terminal.
 PIPE_COLUMNS = 200
 
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="The pool's configuration; its run_dir is asked.")
-]
-RunDirOption = Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="Directory of the pool's socket.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON: healthy, pool, rows, findings.")]
 IntervalOption = Annotated[
     float, typer.Option("--interval", min=0.05, help="Seconds over which CPU use is measured.", show_default=True)
@@ -41,9 +36,7 @@ def health(
 
     Exit code: 0 healthy, 1 degraded, 2 no pool answers there.
     """
-    if (config is None) == (run_dir is None):
-        raise typer.BadParameter("give one of --config FILE and --run-dir DIR")
-    where = str(run_dir) if run_dir is not None else load_settings(str(config)).pool.run_dir
+    where = run_dir_named(config, run_dir)
     try:
         told = admin.health(where)
     except PoolUnavailable as error:

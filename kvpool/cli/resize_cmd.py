@@ -4,23 +4,19 @@
 Covers: asking a running pool, progress, the exit code. Does not cover: how segments come and go.
 """
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvpool.cli.running import ConfigOption, RunDirOption, run_dir_named
 from kvpool.client import admin
-from kvpool.config import STAGING_BYTES_MIN, format_size, load_settings, parse_size
+from kvpool.config import STAGING_BYTES_MIN, format_size, parse_size
 from kvpool.errors import Exit
 from kvpool.wire.messages import ResizeState
 
 StagingOption = Annotated[
     str, typer.Option("--staging", metavar="SIZE", help='Staging memory in all, such as "8GiB".', show_default=False)
 ]
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="The pool's configuration; its run_dir is asked.")
-]
-RunDirOption = Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="Directory of the pool's socket.")]
 
 
 def resize(staging: StagingOption, config: ConfigOption = None, run_dir: RunDirOption = None) -> None:
@@ -30,12 +26,10 @@ def resize(staging: StagingOption, config: ConfigOption = None, run_dir: RunDirO
     The configuration is not changed: a pool that starts anew has what stands there. Exit code: 0 done, 1 as much as
     the machine allows now, 2 no pool there, 11 refused, with the number needed.
     """
-    if (config is None) == (run_dir is None):
-        raise typer.BadParameter("give one of --config FILE and --run-dir DIR")
     staging_bytes = parse_size(staging)
     if staging_bytes is None or staging_bytes < STAGING_BYTES_MIN:
         raise typer.BadParameter(f'--staging is a size such as "8GiB", at least {format_size(STAGING_BYTES_MIN)}')
-    where = str(run_dir) if run_dir is not None else load_settings(str(config)).pool.run_dir
+    where = run_dir_named(config, run_dir)
     state = admin.resize(where, staging_bytes, told=lambda told: print(progress(told), flush=True))
     raise typer.Exit(Exit.DEGRADED if state.advice else Exit.OK)
 

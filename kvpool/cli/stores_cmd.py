@@ -6,18 +6,12 @@ pool, the exit code. Does not cover: how stores are refused (`core/stores.py`).
 """
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvpool.cli.running import ConfigOption, RunDirOption, run_dir_named
 from kvpool.client import admin
-from kvpool.config import load_settings
-
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="The pool's configuration; its run_dir is asked.")
-]
-RunDirOption = Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="Directory of the pool's socket.")]
 
 
 class Switch(StrEnum):
@@ -38,8 +32,6 @@ def stores(
     What engines have handed over before is still written. A pool that starts anew stores. Exit code: 0 done, 2 no
     pool there, or wrong use.
     """
-    if (config is None) == (run_dir is None):
-        raise typer.BadParameter("give one of --config FILE and --run-dir DIR")
-    where = str(run_dir) if run_dir is not None else load_settings(str(config)).pool.run_dir
+    where = run_dir_named(config, run_dir)
     admin.switch_stores(where, on=switch is Switch.ON)
     print(f"stores are {switch.value}; loads go on")

@@ -1,7 +1,7 @@
 """
-Asking a pool for its health, and telling it to stop: for the command line, one connection per question.
+What the command line asks of a running pool, or tells it: one connection for each question.
 
-Blocks, up to a deadline.
+Covers: health, resize, stop, reset, stores on and off, files that were removed. Blocks, up to a deadline.
 """
 
 import contextlib
@@ -36,8 +36,7 @@ def health(run_dir: str, *, timeout_s: float = ANSWER_S) -> msg.Health:
     """
     pool: dict[str, str | int | float | bool] = {}
     rows: list[dict[str, str | int | float | bool]] = []
-    channel = _greeted(run_dir)
-    try:
+    with _greeted(run_dir) as channel:
         channel.send(msg.HealthWanted())
         for message in _answers(channel, timeout_s):
             if isinstance(message, msg.Health):
@@ -45,10 +44,6 @@ def health(run_dir: str, *, timeout_s: float = ANSWER_S) -> msg.Health:
                 rows.extend(message.rows)
                 if not message.more:
                     return msg.Health(pool=pool, rows=rows)
-    except PeerGone as error:
-        raise PoolUnavailable("the pool ended meanwhile", run_dir=run_dir) from error
-    finally:
-        channel.close()
     raise PoolUnavailable("the pool does not answer", run_dir=run_dir, waited_s=timeout_s)
 
 
@@ -65,18 +60,13 @@ def resize(
         PoolUnavailable: No pool answers, or it does not get done in time; it goes on then.
         KvpoolError: The pool refuses: names the limit and the number.
     """
-    channel = _greeted(run_dir)
-    try:
+    with _greeted(run_dir) as channel:
         channel.send(msg.ResizeWanted(staging_bytes=staging_bytes))
         for message in _answers(channel, timeout_s):
             if isinstance(message, msg.ResizeState):
                 told(message)
                 if message.done:
                     return message
-    except PeerGone as error:
-        raise PoolUnavailable("the pool ended meanwhile", run_dir=run_dir) from error
-    finally:
-        channel.close()
     raise PoolUnavailable("the change goes on, longer than expected", run_dir=run_dir, waited_s=timeout_s)
 
 
@@ -88,15 +78,13 @@ def stop(run_dir: str, *, timeout_s: float = STOP_S) -> None:
         PoolUnavailable: No pool is there, or it does not end in time.
         KvpoolError: The pool refuses.
     """
-    channel = _greeted(run_dir)
-    try:
-        channel.send(msg.StopWanted())
-        for _ in _answers(channel, timeout_s):
-            pass
-    except PeerGone:
-        return
-    finally:
-        channel.close()
+    with _greeted(run_dir) as channel:
+        try:
+            channel.send(msg.StopWanted())
+            for _ in _answers(channel, timeout_s):
+                pass
+        except PeerGone:
+            return
     raise PoolUnavailable("the pool does not end", run_dir=run_dir, waited_s=timeout_s)
 
 
@@ -108,16 +96,11 @@ def reset(run_dir: str, name: str, *, timeout_s: float = RESET_S) -> msg.ResetDo
         PoolUnavailable: No pool is there, or it does not say so in time.
         KvpoolError: The pool refuses: no such namespace, no device could keep it.
     """
-    channel = _greeted(run_dir)
-    try:
+    with _greeted(run_dir) as channel:
         channel.send(msg.ResetWanted(name=name))
         for message in _answers(channel, timeout_s):
             if isinstance(message, msg.ResetDone):
                 return message
-    except PeerGone as error:
-        raise PoolUnavailable("the pool ended meanwhile", run_dir=run_dir) from error
-    finally:
-        channel.close()
     raise PoolUnavailable("the pool does not answer", run_dir=run_dir, waited_s=timeout_s)
 
 
@@ -129,16 +112,11 @@ def switch_stores(run_dir: str, *, on: bool, timeout_s: float = STOP_S) -> None:
         PoolUnavailable: No pool is there, or it does not say so in time.
         KvpoolError: The pool refuses.
     """
-    channel = _greeted(run_dir)
-    try:
+    with _greeted(run_dir) as channel:
         channel.send(msg.StoresWanted(on=on))
         for message in _answers(channel, timeout_s):
             if isinstance(message, msg.StoresWanted):
                 return
-    except PeerGone as error:
-        raise PoolUnavailable("the pool ended meanwhile", run_dir=run_dir) from error
-    finally:
-        channel.close()
     raise PoolUnavailable("the pool does not answer", run_dir=run_dir, waited_s=timeout_s)
 
 
@@ -169,24 +147,25 @@ class RemovalTeller:
         gathered, self._gathered = self._gathered, {}
         if self._run_dir is None or not gathered:
             return
-        with contextlib.suppress(PoolUnavailable, PeerGone):
-            channel = _greeted(self._run_dir)
-            try:
-                for (device_path, directory), (keys, freed_bytes) in gathered.items():
-                    channel.send(
-                        msg.FilesRemoved(
-                            device_path=device_path, directory=directory, keys=keys, freed_bytes=freed_bytes
-                        )
-                    )
-                channel.send(msg.HealthWanted())  # its answer comes behind what was said before
-                for message in _answers(channel, ANSWER_S):
-                    if isinstance(message, msg.Health) and not message.more:
-                        return
-            finally:
-                channel.close()
+        with contextlib.suppress(PoolUnavailable), _greeted(self._run_dir) as channel:
+            for (device_path, directory), (keys, freed_bytes) in gathered.items():
+                channel.send(
+                    msg.FilesRemoved(device_path=device_path, directory=directory, keys=keys, freed_bytes=freed_bytes)
+                )
+            channel.send(msg.HealthWanted())  # its answer comes behind what was said before
+            for message in _answers(channel, ANSWER_S):
+                if isinstance(message, msg.Health) and not message.more:
+                    return
 
 
-def _greeted(run_dir: str) -> Channel:
+@contextlib.contextmanager
+def _greeted(run_dir: str) -> Iterator[Channel]:
+    """
+    Give a connection to the pool on which it was greeted, for one question.
+
+    Raises:
+        PoolUnavailable: No pool is there, or it ends before the question is done.
+    """
     channel = Channel(connect_pool(run_dir), msg.CoordinatorToClient)
     hello = msg.Hello(
         protocol=msg.PROTOCOL_VERSION,
@@ -198,10 +177,11 @@ def _greeted(run_dir: str) -> Channel:
     )
     try:
         channel.send(hello)
+        yield channel
     except PeerGone as error:
-        channel.close()
         raise PoolUnavailable("the pool ended meanwhile", run_dir=run_dir) from error
-    return channel
+    finally:
+        channel.close()
 
 
 def _answers(channel: Channel, timeout_s: float) -> Iterator[msg.Message]:

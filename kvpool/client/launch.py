@@ -28,6 +28,11 @@ from kvpool.io import channel, process
 
 #: Time from the start of a coordinator until its socket answers, at most.
 START_DEADLINE_S = 15.0
+#: Time for a coordinator to answer a client's Hello: its workers may be starting, or keep a reset.
+GREETING_S = 15.0
+#: Back-off of a client between attempts to reach a pool.
+RETRY_S_MIN = 0.2
+RETRY_S_MAX = 5.0
 #: Time between two attempts while somebody's coordinator starts.
 _ATTEMPT_EVERY_S = 0.05
 #: How much of a failed coordinator's log goes into the error.

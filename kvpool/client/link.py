@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvpool.client.launch import ClientConfig, connect_pool, ensure_pool
+from kvpool.client.launch import GREETING_S, RETRY_S_MAX, RETRY_S_MIN, ClientConfig, connect_pool, ensure_pool
 from kvpool.client.segments import Mapped, SegmentMapper
 from kvpool.core import rank_events as ev
 from kvpool.errors import HostError, KvpoolError, PeerGone, PoolUnavailable, ProtocolError
@@ -40,14 +40,9 @@ log = logging.getLogger(__name__)
 #: What the rank adds to the pool's deadlines before it gives up by itself.
 LOAD_MARGIN_S = 2.0
 STORE_MARGIN_S = 0.5
-#: Back-off between attempts to reach a pool.
-RETRY_S_MIN = 0.2
-RETRY_S_MAX = 5.0
 #: Back-off between attempts to start a pool, where starting fails.
 START_RETRY_S_MIN = 1.0
 START_RETRY_S_MAX = 60.0
-#: Time for a coordinator to answer a Hello: its workers may be starting, or keep a reset.
-GREETING_S = 15.0
 #: A worker that hung up without word of it from the coordinator: time until this rank attaches anew.
 ORPHAN_S = 10.0
 

@@ -265,43 +265,6 @@ class RankClient:
         if self._thread.is_alive():
             log.error("kvpool rank client does not end: copies still run after %.0f s", CLOSE_S)
 
-    # ------------------------------------------------------------ the round trip at start
-
-    def _maybe_begin_trial(self) -> None:
-        """Once, as soon as the pool is there and wants it."""
-        welcome = self._link.welcome
-        if self._trial.memory is None or welcome is None:
-            return
-        if not (self._link.all_up.is_set() and self._link.segments_mapped):
-            return
-        memory, self._trial.memory = self._trial.memory, None
-        if not welcome.settings.self_test:
-            self._trial.outcome = Outcome(OFF)
-            return
-        self._trial.trip = RoundTrip(
-            memory, self._move, engine=self._engine, rank=self._rank, devices=welcome.devices, ended=self._end_trial
-        )
-
-    def _move(self, kind: str, key: bytes, device: int, place: object) -> Code | None:
-        """Store or load one object of the trial; blocks its thread."""
-        self._trial.last_job -= 1
-        job, objects = self._trial.last_job, [JobObject(key, device, place)]
-        self._trial.moved.clear()
-        if kind == "store":
-            self.submit_store(job, f"round trip {-job} of {self._engine}", objects, None)
-        else:
-            self.submit_load(job, objects)
-        if not self._trial.moved.wait(JOB_S):
-            self.flush([job])  # its copies have ended then, and its memory may go
-        ended = self._trial.ends.pop(job, None)
-        if ended is None:
-            return Code.DEADLINE
-        return ended.failed[0][1] if ended.failed else None
-
-    def _end_trial(self, outcome: Outcome) -> None:
-        with self._lock:
-            self._trial.outcome = outcome
-
     def _flush(self, wanted: frozenset[int]) -> None:
         with self._lock:
             if self._disabled or self._over:
@@ -353,7 +316,7 @@ class RankClient:
         try:
             self._copier.wait(theirs)
         except Exception:  # border: the copier is the engine's code
-            log.exception("copies failed")
+            log.exception("kvpool: copies failed, their objects are recomputed or not stored")
             return True
         return False
 
@@ -366,6 +329,43 @@ class RankClient:
                 failed = tuple((index, codes.get(index, Code.CANCELLED)) for index in range(ended.objects))
                 ended = replace(ended, failed=failed, bytes=0)
             self._ended.append(ended)
+
+    # ------------------------------------------------------------ the round trip at start
+
+    def _maybe_begin_trial(self) -> None:
+        """Once, as soon as the pool is there and wants it."""
+        welcome = self._link.welcome
+        if self._trial.memory is None or welcome is None:
+            return
+        if not (self._link.all_up.is_set() and self._link.segments_mapped):
+            return
+        memory, self._trial.memory = self._trial.memory, None
+        if not welcome.settings.self_test:
+            self._trial.outcome = Outcome(OFF)
+            return
+        self._trial.trip = RoundTrip(
+            memory, self._move, engine=self._engine, rank=self._rank, devices=welcome.devices, ended=self._end_trial
+        )
+
+    def _move(self, kind: str, key: bytes, device: int, place: object) -> Code | None:
+        """Store or load one object of the trial; blocks its thread."""
+        self._trial.last_job -= 1
+        job, objects = self._trial.last_job, [JobObject(key, device, place)]
+        self._trial.moved.clear()
+        if kind == "store":
+            self.submit_store(job, f"round trip {-job} of {self._engine}", objects, None)
+        else:
+            self.submit_load(job, objects)
+        if not self._trial.moved.wait(JOB_S):
+            self.flush([job])  # its copies have ended then, and its memory may go
+        ended = self._trial.ends.pop(job, None)
+        if ended is None:
+            return Code.DEADLINE
+        return ended.failed[0][1] if ended.failed else None
+
+    def _end_trial(self, outcome: Outcome) -> None:
+        with self._lock:
+            self._trial.outcome = outcome
 
     # ------------------------------------------------------------ the thread
 
@@ -446,7 +446,7 @@ class RankClient:
         try:
             return False if self._copier.ended(theirs) else None
         except Exception:  # border: the copier is the engine's code
-            log.exception("copies failed")
+            log.exception("kvpool: copies failed, their objects are recomputed or not stored")
             return True
 
     def _keep_deadlines(self) -> None:
@@ -490,7 +490,7 @@ class RankClient:
             else:
                 self._tickets[action.ticket] = self._copier.store(copies, self._jobs[action.wire].after)
         except Exception:  # border: the copier is the engine's code
-            log.exception("copies cannot be launched")
+            log.exception("kvpool: copies cannot be launched, their objects are recomputed or not stored")
             self._feed(ev.CopiesEnded(ticket=action.ticket, failed=True))
 
     def _end_job(self, job: _Submission, failed: tuple[tuple[int, Code], ...]) -> None:
@@ -543,7 +543,7 @@ class RankClient:
         try:
             self._copier.close()
         except Exception:  # border: the copier is the engine's code
-            log.exception("copier cannot be closed")
+            log.exception("kvpool: the copier cannot be closed, its memory stays until the process ends")
 
     def _end_all(self) -> None:
         """End every job that the table did not end."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import kvpool
-from kvpool.client.launch import ClientConfig, connect_pool
+from kvpool.client.launch import GREETING_S, RETRY_S_MAX, RETRY_S_MIN, ClientConfig, connect_pool
 from kvpool.core.placement import device_of
 from kvpool.core.requests import AnnouncedRequests, Hit, Later, Lookup, Miss
 from kvpool.errors import HostError, InvariantError, KvpoolError, PeerGone, ProtocolError
@@ -32,10 +32,6 @@ __all__ = ["Hit", "Later", "Lookup", "Miss", "SchedulerClient"]
 
 log = logging.getLogger(__name__)
 
-RETRY_S_MIN = 0.2
-RETRY_S_MAX = 5.0
-#: Time for a coordinator to answer a Hello: its workers may be starting, or keep a reset.
-GREETING_S = 15.0
 #: Rounds of reading in one pump, so that a talkative pool cannot hold the scheduler.
 _READS_MAX = 4
 

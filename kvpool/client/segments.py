@@ -97,14 +97,14 @@ class SegmentMapper:
         try:
             memory = shm.map_segment(fd, task.segment_bytes)
         except KvpoolError as error:
-            log.warning("segment %d cannot be mapped, objects in it are misses: %s", task.segment, error)
+            log.warning("kvpool: segment %d cannot be mapped, objects in it are misses: %s", task.segment, error)
             return Mapped(task.segment, ok=False)
         finally:
             os.close(fd)
         try:
             self._copier.attach(task.segment, memory)
         except Exception:  # border: the copier is the engine's code
-            log.exception("segment %d cannot be attached, objects in it are misses", task.segment)
+            log.exception("kvpool: segment %d cannot be attached, objects in it are misses", task.segment)
             return Mapped(task.segment, ok=False)
         self._mappings[task.segment] = memory
         return Mapped(task.segment, ok=True)
@@ -116,5 +116,5 @@ class SegmentMapper:
                 self._copier.detach(segment)
                 memory.close()
             except Exception:  # border: the copier is the engine's code; the mapping then stays until the process ends
-                log.exception("segment %d cannot be unmapped", segment)
+                log.exception("kvpool: segment %d cannot be unmapped, its memory stays until the process ends", segment)
         return Unmapped(segment)

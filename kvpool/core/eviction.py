@@ -16,7 +16,6 @@ Does not cover: walking (`io/inventory.py`), removing (`io/remover.py`), which k
 """
 
 import heapq
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -167,11 +166,6 @@ class OldestKeys:
         self._held_bytes += key.stored_bytes
         while self._heap and self._held_bytes - self._heap[0][1].stored_bytes >= self._want_bytes:
             self._held_bytes -= heapq.heappop(self._heap)[1].stored_bytes
-
-    def offer_all(self, keys: Iterable[Aged]) -> None:
-        """Some keys more."""
-        for key in keys:
-            self.offer(key)
 
     def in_order(self) -> list[Aged]:
         """Return them, the least recently used first."""

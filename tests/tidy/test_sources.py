@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from kvpool import __version__
+from kvpool import __version__, config_connector
 from kvpool.config_example import example
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +99,13 @@ def test_every_document_has_one_title() -> None:
 def test_the_example_configuration_is_as_printed() -> None:
     expected = "kvpool config example > config.example.toml"
     assert example() == (ROOT / "config.example.toml").read_text(encoding="utf-8"), expected
+
+
+def test_the_keys_of_an_engine_are_documented() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("**Keys of `kv_connector_extra_config`.**")[2]
+    rows = re.findall(r"^\| (`.+?`) \|", text.partition("\n## ")[0], flags=re.MULTILINE)
+    documented = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
+    assert {*config_connector._OURS, *config_connector._REFUSALS} == documented - {"block_size"}
 
 
 def test_ruff_and_mypy_are_strict() -> None:

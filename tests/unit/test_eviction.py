@@ -120,7 +120,8 @@ def test_the_oldest_that_hold_enough_are_kept_and_no_more(keys, want):
     shuffled = list(aged)
     random.Random(1).shuffle(shuffled)
     oldest = OldestKeys(want)
-    oldest.offer_all(shuffled)
+    for key in shuffled:
+        oldest.offer(key)
     kept = oldest.in_order()
     assert sorted(kept) == kept
     held = sum(key.stored_bytes for key in kept)
