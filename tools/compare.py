@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PEERBENCH = ROOT.parent / "shared" / "peerbench"
+#: Where peerbench is unless said otherwise.
+PEERBENCH = Path(os.environ.get("PEERBENCH", ROOT.parent / "peerbench"))
 RESULTS = ROOT / "docs" / "results"
 HEADINGS = ["peer", "GB/s", "x base", "CPU s/GB", "p50 ms", "p99 ms", "memory MiB"]
 #: Workers of the harness touch pages by reading and writing back while its driver fills them: a word can be torn, and

@@ -17,10 +17,11 @@ def test_row_19_what_one_engine_stores_another_is_served_after_a_restart_and_bot
         assert (len(KEYS) * OBJECT_BYTES, 0) == _kept_and_served(first)
         assert served(first, 1)
         assert (len(KEYS), 0) == _loaded_and_older(pool)
+        first.close()
+        assert 0 == pool.end(WAIT_S)
     finally:
         first.close()
-    assert 0 == pool.end(WAIT_S)
-    pool.close()
+        pool.close()
     pool = PoolProcess(tmp_path, worker_module="kvpool.procs.io_worker", answer_deadline_s=5.0)
     second = Engine(tmp_path, "second")
     try:
