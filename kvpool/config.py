@@ -28,6 +28,8 @@ import msgspec
 
 from kvpool.errors import ConfigError
 
+#: Greatest weight of a device, and of an engine.
+WEIGHT_MAX = 1000
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 #: Most devices of one pool; in messages a device is one byte, and 255 means none.
@@ -286,7 +288,9 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             high=1 << 60,
         ),
     ] = 0
-    weight: Annotated[int, Rule("Share of new objects, beside the other devices' weights.", "", "parts", 1, 1000)] = 1
+    weight: Annotated[
+        int, Rule("Share of new objects, beside the other devices' weights.", "", "parts", 1, WEIGHT_MAX)
+    ] = 1
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from kvpool.config import (
     GIB,
+    WEIGHT_MAX,
     DeviceSettings,
     PoolSettings,
     Settings,
@@ -71,7 +72,15 @@ _REFUSALS = {
     "canonical_layout": _Refusal(_is(False, None), "false; kvpool stores each rank's own layout"),
 }
 
-_OURS = ("kvpool_config", "shared_storage_path", "staging_mem", *_DEVICE_KEYS, *_POOL_KEYS, *PLANNER_KEYS)
+_OURS = (
+    "kvpool_config",
+    "shared_storage_path",
+    "staging_mem",
+    "staging_weight",
+    *_DEVICE_KEYS,
+    *_POOL_KEYS,
+    *PLANNER_KEYS,
+)
 _KEYS = (*_OURS, *_REFUSALS, *VLLM_KEYS)
 
 
@@ -89,9 +98,23 @@ def settings_from_connector(extra: Mapping[str, Any]) -> Settings:
         if key in extra and not refusal.harmless(extra[key]):
             raise wrong(SOURCE, key, extra[key], refusal.allowed)
     planner_settings(extra)  # wrong ones are told at start, in every role
+    staging_weight(extra)
     if extra.get("kvpool_config") is not None:
         return _from_file(extra)
     return _embedded(extra)
+
+
+def staging_weight(extra: Mapping[str, Any]) -> int:
+    """
+    Return the engine's share of staging beside those of engines of other models.
+
+    Raises:
+        ConfigError: names the key, its value, and what is allowed.
+    """
+    value = extra.get("staging_weight", 1)
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= WEIGHT_MAX:
+        return value
+    raise wrong(SOURCE, "staging_weight", value, f"a whole number from 1 to {WEIGHT_MAX}")
 
 
 def _from_file(extra: Mapping[str, Any]) -> Settings:

@@ -36,6 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.logger import init_logger
 
 from kvpool.client.launch import ClientConfig
+from kvpool.config_connector import staging_weight
 from kvpool.config_planner import planner_settings
 from kvpool.errors import unreachable
 from kvpool_vllm import settings
@@ -95,7 +96,12 @@ class KvPoolConnector(OffloadingConnector):
         namespace = namespace_of(vllm_config, kv_cache_config)
         pool = settings.pool_settings(transfer.kv_connector_extra_config)
         given = SpecInputs(
-            client=ClientConfig(run_dir=pool.pool.run_dir, settings=pool, autostart=True),
+            client=ClientConfig(
+                run_dir=pool.pool.run_dir,
+                settings=pool,
+                autostart=True,
+                weight=staging_weight(transfer.kv_connector_extra_config),
+            ),
             namespace=namespace,
             loads=transfer.is_kv_consumer,
             stores=transfer.is_kv_producer,

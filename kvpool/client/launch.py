@@ -53,11 +53,13 @@ class ClientConfig:
         run_dir: The pool's directory of sockets and locks.
         settings: What to start a pool with; None: only use one that runs.
         autostart: Start a pool if none answers (needs *settings*).
+        weight: This engine's share of staging beside engines of other models; 1 to `config.WEIGHT_MAX`.
     """
 
     run_dir: str
     settings: Settings | None = None
     autostart: bool = False
+    weight: int = 1
 
 
 def connect_pool(run_dir: str) -> socket.socket:

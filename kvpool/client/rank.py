@@ -191,6 +191,7 @@ class RankClient:
             rank=self._rank,
             pid=os.getpid(),
             namespace=self._namespace,
+            weight=self._config.weight,
         )
 
     # ------------------------------------------------------------ the engine's side

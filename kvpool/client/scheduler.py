@@ -309,6 +309,7 @@ class SchedulerClient:
             namespace=self._namespace,
             epoch=self._epoch,
             reset=self._resetting,
+            weight=self._config.weight,
         )
         self._send(hello)
 

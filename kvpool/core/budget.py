@@ -7,7 +7,7 @@ another by demand (`core/lending.py`):
 
     minimum   max(2, rank_count) slots; if these do not fit, the namespace is refused with the number needed
     wanted    iodepth + 4 slots, so that the drive can be kept busy
-    share     the rest, by device weight, then by namespace, then by slot size within a namespace
+    share     the rest, by device weight, then by namespaces' weights, then by slot size within a namespace
               (as many slots of each of its groups)
 
 A segment belongs to one pair and moves through these states:
@@ -30,7 +30,7 @@ Covers: numbers. Does not cover: shared memory, who has mapped what (`procs/coor
 import enum
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvpool.core.lending import Lending
@@ -119,10 +119,11 @@ class Recall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Use:
-    """One namespace's use of staging."""
+    """One namespace's use of staging; *weight* beside the others'."""
 
     rank_count: int
     slot_sizes: tuple[int, ...]
+    weight: int
 
 
 class Budget:
@@ -146,7 +147,7 @@ class Budget:
         Raises:
             HostError: Names the staging there is and the bytes needed.
         """
-        use = _use(rank_count, object_bytes)
+        use = _use(rank_count, object_bytes, weight=1)
         for slot_bytes in use.slot_sizes:
             if slot_bytes > SEGMENT_BYTES_MAX:
                 raise HostError(
@@ -178,12 +179,22 @@ class Budget:
         self._check_minimum(total_bytes, list(self._uses.values()))
         self.total_bytes = total_bytes
 
-    def open_namespace(self, namespace: int, rank_count: int, object_bytes: Iterable[int]) -> None:
-        """Count a namespace in (again is fine); call `plan` afterwards. Raises HostError if it does not fit."""
+    def open_namespace(self, namespace: int, rank_count: int, object_bytes: Iterable[int], *, weight: int = 1) -> None:
+        """
+        Count a namespace in; call `plan` afterwards.
+
+        Again is fine: of the weights that were given since it was counted out last, the greatest counts.
+
+        Raises:
+            HostError: It does not fit.
+        """
         sizes = list(object_bytes)
-        if namespace not in self._uses:
+        known = self._uses.get(namespace)
+        if known is None:
             self._check(rank_count, sizes)
-            self._uses[namespace] = _use(rank_count, sizes)
+            self._uses[namespace] = _use(rank_count, sizes, weight)
+        elif weight > known.weight:
+            self._uses[namespace] = replace(known, weight=weight)
 
     def close_namespace(self, namespace: int) -> None:
         """Count a namespace out: nobody uses it now. What it holds stays until others need it."""
@@ -310,10 +321,12 @@ class Budget:
 
     def _shares(self, pairs: Iterable[Pair]) -> dict[Pair, float]:
         size_shares: dict[int, float] = {}
+        all_weights = sum(use.weight for use in self._uses.values())
         for use in self._uses.values():
             whole = sum(use.slot_sizes)
             for slot_bytes in use.slot_sizes:
-                size_shares[slot_bytes] = size_shares.get(slot_bytes, 0.0) + slot_bytes / whole / len(self._uses)
+                share = slot_bytes / whole * use.weight / all_weights
+                size_shares[slot_bytes] = size_shares.get(slot_bytes, 0.0) + share
         weights = sum(device.weight for device in self.devices)
         return {pair: size_shares[pair.slot_bytes] * self.devices[pair.device].weight / weights for pair in pairs}
 
@@ -499,8 +512,9 @@ def cut_slots(slots: int, slots_per_segment: int) -> list[int]:
     return [base + (index < more) for index in range(count)]
 
 
-def _use(rank_count: int, object_bytes: Iterable[int]) -> _Use:
-    return _Use(rank_count=rank_count, slot_sizes=tuple(slot_bytes_of(size) for size in object_bytes))
+def _use(rank_count: int, object_bytes: Iterable[int], weight: int) -> _Use:
+    sizes = tuple(slot_bytes_of(size) for size in object_bytes)
+    return _Use(rank_count=rank_count, slot_sizes=sizes, weight=weight)
 
 
 def _minimum_slots(uses: Iterable[_Use]) -> dict[int, int]:

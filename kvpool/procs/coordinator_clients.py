@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvpool.config import WEIGHT_MAX
 from kvpool.errors import ConfigError, HostError, KvpoolError, PoolUnavailable, ProtocolError
 from kvpool.io import channel, process
 from kvpool.procs.coordinator_loop import Loop
@@ -84,7 +85,7 @@ class ClientEvents(Protocol):
     def epoch_for(self, hello: Hello) -> int | Hello:
         """Return the epoch to let it in to, or what it says again later; raises KvpoolError if it is not let in."""
 
-    def open_namespace(self, spec: NamespaceSpec) -> int:
+    def open_namespace(self, spec: NamespaceSpec, *, weight: int) -> int:
         """Make a namespace usable and return its number; raises HostError if staging has no room for it."""
 
     def client_joined(self, client: Client) -> None:
@@ -265,7 +266,9 @@ class Clients:
         pidfd = self._watch_process(greeting) if hello.role == RANK else None
         try:
             # Last: a namespace is opened for clients that are let in.
-            namespace = 0 if hello.namespace is None else self._events.open_namespace(hello.namespace)
+            namespace = (
+                0 if hello.namespace is None else self._events.open_namespace(hello.namespace, weight=hello.weight)
+            )
         except KvpoolError:
             if pidfd is not None:
                 os.close(pidfd)
@@ -290,6 +293,8 @@ class Clients:
             raise ProtocolError("a rank or scheduler must name its namespace", role=hello.role)
         if not 0 < len(hello.engine.encode()) <= ENGINE_BYTES_MAX:
             raise ProtocolError("engine must be named in 1 to 200 bytes", engine=hello.engine[:ENGINE_BYTES_MAX])
+        if not 1 <= hello.weight <= WEIGHT_MAX:
+            raise ProtocolError("weight of an engine is out of range", weight=hello.weight, weight_max=WEIGHT_MAX)
         namespace = self._namespaces.find(spec)
         if hello.role == RANK and not 0 <= hello.rank < spec.rank_count:
             raise ConfigError("rank is not below rank_count", rank=hello.rank, rank_count=spec.rank_count)

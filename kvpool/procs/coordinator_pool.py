@@ -292,11 +292,12 @@ class Coordinator:
         """Return the epoch to let it in to, or what it says again later."""
         return self._epochs.admit(hello)
 
-    def open_namespace(self, spec: NamespaceSpec) -> int:
+    def open_namespace(self, spec: NamespaceSpec, *, weight: int) -> int:
         """Make a namespace usable everywhere; raise HostError if staging has no room for it."""
         known = self._namespaces.find(spec)
         number = self._namespaces.next_number if known is None else known
-        self._staging.open_namespace(number, spec.rank_count, [group.object_bytes for group in spec.groups])
+        sizes = [group.object_bytes for group in spec.groups]
+        self._staging.open_namespace(number, spec.rank_count, sizes, weight=weight)
         if known is None:
             served = spec_of(spec, self._epochs.book.current(spec.fingerprint))
             self._namespaces.open(spec, served)

@@ -120,14 +120,14 @@ class Staging:
 
     # ---------------------------------------------------------------- namespaces
 
-    def open_namespace(self, namespace: int, rank_count: int, object_bytes: list[int]) -> None:
+    def open_namespace(self, namespace: int, rank_count: int, object_bytes: list[int], *, weight: int = 1) -> None:
         """
         Divide staging anew with this namespace in it.
 
         Raises:
             HostError: It does not fit; names the number needed.
         """
-        self.budget.open_namespace(namespace, rank_count, object_bytes)
+        self.budget.open_namespace(namespace, rank_count, object_bytes, weight=weight)
         self._go_on()
 
     def close_namespace(self, namespace: int) -> None:

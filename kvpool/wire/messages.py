@@ -88,6 +88,7 @@ class Hello(Message):
         namespace: What the engine stores; None for admin.
         epoch: Scheduler: the namespace's epoch that this engine's KV is of; -1 for an engine that knows of none.
         reset: Scheduler: the engine has dropped all KV; start a new epoch, or join one that others started since.
+        weight: Share of staging beside those of other namespaces' engines; from 1 to `config.WEIGHT_MAX`.
     """
 
     protocol: int
@@ -99,6 +100,7 @@ class Hello(Message):
     namespace: NamespaceSpec | None = None
     epoch: int = -1
     reset: bool = False
+    weight: int = 1
 
 
 class Welcome(Message):

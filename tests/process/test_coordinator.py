@@ -391,6 +391,22 @@ def test_a_worker_that_crashes_while_it_starts_is_tried_again(start: Start) -> N
 # ---------------------------------------------------------------- several namespaces
 
 
+def forget_recalled(*ranks: Talker) -> dict[int, int]:
+    """Answer as ranks do; return the segments that they were shown, and their bytes."""
+    shown: dict[int, int] = {}
+    for rank in ranks:
+        rank.is_silent(0.05, m.SegmentDown)
+        for message, fds in rank.inbox:
+            for fd in fds:
+                os.close(fd)
+            if isinstance(message, m.SegmentUp):
+                shown[message.segment] = message.segment_bytes
+            elif isinstance(message, m.SegmentDown):
+                rank.send(m.SegmentForgotten(segment=message.segment))
+        rank.inbox.clear()
+    return shown
+
+
 def test_a_further_slot_size_gets_staging_from_the_first(pool: PoolProcess) -> None:
     first = pool.attach("rank", 0)
     worker, _ = pool.worker_of(first, 0)
@@ -399,17 +415,7 @@ def test_a_further_slot_size_gets_staging_from_the_first(pool: PoolProcess) -> N
     mapped: set[int] = set()
 
     def forget() -> bool:
-        """Answer as a rank does, until the worker holds both sizes."""
-        for rank in (first, second):
-            rank.is_silent(0.05, m.SegmentDown)
-            for message, fds in rank.inbox:
-                for fd in fds:
-                    os.close(fd)
-                if isinstance(message, m.SegmentUp):
-                    mapped.add(message.segment)
-                elif isinstance(message, m.SegmentDown):
-                    rank.send(m.SegmentForgotten(segment=message.segment))
-            rank.inbox.clear()
+        mapped.update(forget_recalled(first, second))
         return {104, 200} == set(held(worker).values())
 
     wait_until(forget)
@@ -418,6 +424,28 @@ def test_a_further_slot_size_gets_staging_from_the_first(pool: PoolProcess) -> N
     assert holds <= mapped
     facts = pool.health()[0]
     assert facts["staging_ready_bytes"] <= 16 * MIB
+
+
+@pytest.mark.parametrize(("weight", "share"), [(1, 0.5), (3, 0.75)])
+def test_models_share_staging_by_the_weights_of_their_engines(pool: PoolProcess, weight: int, share: float) -> None:
+    first = pool.attach("rank", 0, weight=weight)
+    worker, _ = pool.worker_of(first, 0)
+    second = pool.attach("rank", 0, engine="engine-1", namespace=namespace("b", object_bytes=(200_000,)))
+
+    shown: dict[int, int] = {}
+
+    def shared() -> bool:
+        shown.update(forget_recalled(first, second))
+        parts = {104: 0, 200: 0}
+        for segment, kib in held(worker).items():
+            parts[kib] += shown.get(segment, 0)
+        return parts[200] > 0 and abs(parts[104] / sum(parts.values()) - share) < 0.1
+
+    wait_until(shared)
+
+
+def test_a_weight_out_of_range_is_refused(pool: PoolProcess) -> None:
+    assert "weight" in refused(pool, pool.hello("rank", 0, weight=0)).message
 
 
 def test_a_model_that_left_gives_its_staging_to_the_next(pool: PoolProcess) -> None:

@@ -66,6 +66,20 @@ def test_weights_share_unevenly() -> None:
     assert [768, 256] == held(division)
 
 
+def test_namespaces_share_by_their_weights_the_greatest_of_their_engines() -> None:
+    division = budget(4 * GIB, 1)
+    division.open_namespace(1, 1, [OBJECT], weight=1)
+    division.open_namespace(2, 1, [2 * SLOT - 4096])
+    division.open_namespace(1, 1, [OBJECT], weight=3)
+    division.open_namespace(1, 1, [OBJECT], weight=2)
+    settle(division)
+    assert ([768], [128]) == (held(division), held(division, 2 * SLOT))
+    division.close_namespace(1)
+    division.open_namespace(1, 1, [OBJECT])
+    settle(division)
+    assert ([512], [256]) == (held(division), held(division, 2 * SLOT))
+
+
 def test_groups_get_as_many_slots_each() -> None:
     division = budget(3 * GIB, 1)
     division.open_namespace(1, 1, [OBJECT, 2 * OBJECT + 4096])
