@@ -24,7 +24,8 @@ class FaultSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         short_read: Probability that a read brings only a part (a multiple of 4096, at least one).
         delay: Probability that a read or write is made `delay_s` late.
         read_bytes_per_s, write_bytes_per_s: Bandwidth; 0 is as fast as the device.
-        while_exists: Path of a file; all of this goes wrong only while it is there. Empty: always.
+        bytes_per_s: Bandwidth of each direction at any time; 0 is as fast as the device.
+        while_exists: Path of a file; all the rest goes wrong only while it is there. Empty: always.
     """
 
     seed: int = 0
@@ -37,6 +38,7 @@ class FaultSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     delay_s: float = 0.1
     read_bytes_per_s: int = 0
     write_bytes_per_s: int = 0
+    bytes_per_s: int = 0
     while_exists: str = ""
 
 
@@ -85,7 +87,9 @@ class Faults:
         """Return when a *direction* ("read", "write") of that many bytes is to be made; *now_ns*: at once."""
         due_ns = now_ns
         rate = self.settings.read_bytes_per_s if direction == "read" else self.settings.write_bytes_per_s
-        if rate and self._active():
+        if not rate or not self._active():
+            rate = self.settings.bytes_per_s
+        if rate:
             due_ns = max(now_ns, self._busy_until_ns[direction]) + byte_count * 10**9 // rate
             self._busy_until_ns[direction] = due_ns
         if self._happens(self.settings.delay):

@@ -87,11 +87,19 @@ class RealPool(PoolProcess):
         rank.submit_load(self._job, objects)
         return self._job
 
+    def take_ended(self, rank: RankClient) -> None:
+        """Take in what has ended."""
+        self._ended.update((ended.job, ended) for ended in rank.take_ended())
+
+    def has_ended(self, job: int) -> bool:
+        """Whether that job's end was taken in."""
+        return job in self._ended
+
     def end_of(self, rank: RankClient, job: int, wait_s: float = 30.0) -> JobEnded:
         """Wait for a job's end; check that what it loaded is what was stored."""
         deadline = time.monotonic() + wait_s
         while job not in self._ended:
-            self._ended.update((ended.job, ended) for ended in rank.take_ended())
+            self.take_ended(rank)
             assert time.monotonic() < deadline, f"job {job} did not end"
             time.sleep(0.002)
         ended = self._ended.pop(job)

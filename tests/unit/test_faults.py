@@ -1,6 +1,7 @@
 """Faults on purpose: as probable as asked, the same for the same seed, refused when misspelt."""
 
 import errno
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,15 @@ def test_a_bandwidth_is_shared_by_the_requests_of_one_direction():
     assert [10**9, 2 * 10**9] == [faults.due_ns("read", 1000, 0) for _ in range(2)]
     assert 3 == faults.due_ns("write", 1000, 3)
     assert 11 * 10**9 == faults.due_ns("read", 1000, 10 * 10**9)
+
+
+def test_a_device_of_known_speed_gets_slower_while_its_fault_lasts(tmp_path: Path) -> None:
+    flag = tmp_path / "slow"
+    faults = Faults(FaultSettings(bytes_per_s=1000, read_bytes_per_s=100, while_exists=str(flag)))
+    assert 10**9 == faults.due_ns("read", 1000, 0)
+    flag.touch()
+    assert 11 * 10**9 == faults.due_ns("read", 1000, 0)
+    assert 10**9 == faults.due_ns("write", 1000, 0)
 
 
 def test_full_is_told_from_broken():
