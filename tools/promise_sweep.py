@@ -40,6 +40,8 @@ from tools.engine_process import Engine, cpu_environment, engine_settings
 from tools.tiny_models import tiny_model
 
 LENGTHS = (600, 1200, 2100, 3000, 4200, 6000)
+#: An engine learns how long a prompt took from the step that follows it: an answer of one token has none.
+ANSWER_TOKENS = 4
 #: Of the curves: other lengths than those of the sweep.
 CURVE_LENGTHS = (512, 1536, 3584, 6144)
 WAYS = ("planned", "always", "without")
@@ -132,7 +134,7 @@ class Sweep:
         """Measure one prompt in one engine."""
         engine = self._engines[way]
         wait_until(engine.reset, f"the own cache of {way} is emptied")
-        answer = engine.ask(prompt, 1)
+        answer = engine.ask(prompt, ANSWER_TOKENS)
         length = str(len(prompt))
         wanted = {"always": loadable(prompt), "without": 0}.get(way, answer.cached)
         if answer.first_s is None or answer.cached != wanted:
