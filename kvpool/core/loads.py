@@ -469,8 +469,10 @@ class Loads:
         for waiter in read.waiters:
             self.serve(waiter, slot)
         read.waiters.clear()
-        if slot.object in self.reads and self.residency.objects.get(slot.object) is slot:
-            # This one was late, and another began since: who waits for that one has the bytes now.
+        demand = self.preloads.demands.get(read.object)
+        awaited = read.object in self.reads or (demand is not None and demand.slot is None)
+        if awaited and self.residency.objects.get(read.object) is slot:
+            # This one was late, and another began since, or is to begin: who waits for that one has the bytes now.
             self.object_stored(slot)
         self.residency.settle(slot)
 

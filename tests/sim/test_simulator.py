@@ -202,3 +202,8 @@ class SamePrefix(World):
         for number in range(self._requests):
             at_ns = self.kernel.now_ns + 200 * MS + self.rng.randrange(100 * MS)
             self.expect(at_ns, f"engine-{number % self.plan.engines}", Request(f"same-{number}", chunks))
+
+
+def test_a_read_that_was_late_serves_a_preload_that_came_since() -> None:
+    # Its object was read twice, and the second copy took the place of the first.
+    assert 0 < run_seed(8413).counts["loads"]
